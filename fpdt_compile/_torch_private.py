@@ -1,0 +1,169 @@
+"""The one place that imports torch's private modules, so that a torch upgrade is one file.
+
+What is used and why:
+
+- ``FakeTensorMode``, ``ShapeEnv``: to trace region bodies with a symbolic chunk length;
+- ``make_fx`` with ``pre_dispatch``: to retrace Dynamo's graph;
+- ``compile_fx``: to compile a traced region body with Inductor;
+- ``get_keep_graph``: whether the running backward call retains the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._dynamo.source import LocalSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "fake_with_symbolic_dims",
+    "get_keep_graph",
+    "inductor_compile",
+    "is_checkpoint_op",
+    "make_fx",
+    "mark_dynamic",
+    "new_fake_mode",
+    "outside_tracing",
+    "preserve_node_meta",
+    "structured_trace",
+]
+
+preserve_node_meta = fx_traceback.preserve_node_meta
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo to keep ``tensor``'s ``dim`` symbolic; code that needs a number still gets one."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def is_dynamo_compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def is_checkpoint_op(target: Any) -> bool:
+    """Whether a call_function target is Dynamo's activation-checkpoint region."""
+    return target in (
+        torch.ops.higher_order.tag_activation_checkpoint,
+        torch.ops.higher_order.wrap_activation_checkpoint,
+    )
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode with a shape environment of its own."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+
+
+def fake_with_symbolic_dims(
+    mode: FakeTensorMode, tensor: torch.Tensor, dynamic_dims: Sequence[int], name: str
+) -> torch.Tensor:
+    """A fake copy of the meta ``tensor`` in ``mode`` whose ``dynamic_dims`` are symbols.
+
+    Dims of equal hint share a symbol (duck shaping), all others are static.
+    """
+    context = StatelessSymbolicContext(
+        dynamic_sizes=[
+            DimDynamic.DUCK if d in dynamic_dims else DimDynamic.STATIC
+            for d in range(tensor.dim())
+        ]
+    )
+    return mode.from_tensor(
+        tensor, symbolic_context=context, source=LocalSource(name), static_shapes=False
+    )
+
+
+@contextlib.contextmanager
+def outside_tracing(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Leave Dynamo's tracing context for one of our own (or none)."""
+    context = TracingContext(mode) if mode is not None else None
+    with tracing(context):
+        yield
+
+
+def inductor_compile(
+    module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode
+) -> Callable[..., Any]:
+    """Compile an inference graph (its backward is already part of it) with Inductor."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with outside_tracing(mode), torch.no_grad(), torch.amp.autocast("cpu", enabled=False):
+        return compile_fx(module, list(inputs))
+
+
+def get_keep_graph() -> bool:
+    """Whether the backward call that is running was given ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def structured_trace(name: str, text: Callable[[], str]) -> None:
+    """Hand a stage's text to ``TORCH_TRACE`` / tlparse."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+    )
+
+
+def reset_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def dynamo_disable(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(fn)
+
+
+def current_autocast() -> dict[str, tuple[bool, torch.dtype]]:
+    """Autocast state by device type: (enabled, dtype)."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    return {
+        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
+    }
+
+
+@contextlib.contextmanager
+def run_without_tracing() -> Iterator[None]:
+    """Leave the fake mode and tracing context Dynamo calls backends in."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), tracing(None):
+        yield
+
+
+class _CaptureDone(BaseException):
+    """Unwinds a call whose graph has been captured; never seen by the user."""
+
+
+def abort_capture(*inputs: Any) -> Any:
+    """What a backend returns so that the captured graph is not run."""
+    raise _CaptureDone
+
+
+def capture_only(
+    model: torch.nn.Module,
+    backend: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    """Trace a call up to its first graph, without running it and without leaving a trace."""
+    compiled = torch.compile(model.forward, backend=backend)
+    # contextlib.suppress would be silent about everything else too
+    try:
+        compiled(*args, **kwargs)
+    except _CaptureDone:
+        return

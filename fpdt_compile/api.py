@@ -1,0 +1,100 @@
+"""``optimize``: compile a module in place so that it trains in chunks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backend import FpdtBackend
+from .config import FpdtConfig
+from .token_dims import TokenMarker
+from .passes.compile_bodies import CompileStats
+
+_BACKENDS: weakref.WeakKeyDictionary[nn.Module, FpdtBackend] = weakref.WeakKeyDictionary()
+
+
+def optimize(
+    model: nn.Module,
+    *,
+    seq_parallel: int = 1,
+    chunk_len: int | None = None,
+    offload: str = "host",
+    save: str = "attention",
+    codegen: str = "inductor",
+    strict: bool = False,
+    verify: bool = False,
+    outputs: str = "auto",
+    token_dims: Mapping[str, int] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Make ``model`` compute its forward and backward in chunks of the sequence.
+
+    The module is compiled in place and returned: class, state_dict keys, hooks and
+    ``save_pretrained`` are unchanged. Compilation happens at the first call; the token dimension is
+    marked dynamic, so one compile serves every sequence length.
+
+    Args are those of :class:`FpdtConfig`. Raises ValueError for a bad option.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={type(model).__name__}: allowed is a torch.nn.Module")
+    given = dict(
+        seq_parallel=seq_parallel,
+        chunk_len=chunk_len,
+        offload=offload,
+        save=save,
+        codegen=codegen,
+        strict=strict,
+        verify=verify,
+        outputs=outputs,
+        token_dims=token_dims,
+        **options,
+    )
+    config = FpdtConfig.from_options(given)
+    check_parallel(config)
+    backend = FpdtBackend(config)
+    model.compile(backend=backend)
+    compiled = model._compiled_call_impl
+    marker = TokenMarker(model, config.token_dims)
+
+    @functools.wraps(model.forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        marker.mark(args, kwargs)
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = call
+    _BACKENDS[model] = backend
+    return model
+
+
+def check_parallel(config: FpdtConfig) -> None:
+    """``seq_parallel`` must fit the process group; one process is what there is so far."""
+    if config.seq_parallel == 1:
+        return
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ValueError(
+            f"seq_parallel={config.seq_parallel}: needs an initialized process group of that many "
+            "ranks; launch with `torchrun --nproc-per-node "
+            f"{config.seq_parallel} train.py` and call torch.distributed.init_process_group first"
+        )
+    raise ValueError(
+        f"seq_parallel={config.seq_parallel}: allowed is 1; sequence parallelism over ranks is not "
+        "part of this version"
+    )
+
+
+def compile_stats(model: nn.Module | None = None) -> CompileStats:
+    """Counters of ``model``'s compilations (of all optimized models together when None)."""
+    if model is not None:
+        if model not in _BACKENDS:
+            raise ValueError(f"model={type(model).__name__}: allowed is an optimized model")
+        return _BACKENDS[model].stats
+    total = CompileStats()
+    for backend in _BACKENDS.values():
+        for name in ("bodies", "body_compiles", "captures"):
+            setattr(total, name, getattr(total, name) + getattr(backend.stats, name))
+    return total

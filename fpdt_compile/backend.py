@@ -1,0 +1,122 @@
+"""The ``fpdt`` backend: Dynamo's graph in, a callable that runs the chunked program out.
+
+    torch.compile(model, backend="fpdt", dynamic=True, options={"chunk_len": 4096})
+
+A graph that cannot be chunked runs as Dynamo captured it; why is in the warning and in ``explain``.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from ._torch_private import run_without_tracing
+from .capture import capture
+from .config import FpdtConfig
+from .errors import CantChunk, Rejection
+from .passes.compile_bodies import BodyCache, CompileStats
+from .passes.lower import Lowering
+from .passes.manager import Analysis, analyze
+from .passes.verify import verify_regions
+from .runtime.autograd import StepRunner
+from .runtime.outputs import UnmaterializedOutput
+from .runtime.program import OutputSpec
+from .runtime.step import Step
+
+log = logging.getLogger(__name__)
+
+
+class FpdtBackend:
+    """A Dynamo backend with its configuration and its cache of compiled bodies."""
+
+    def __init__(self, config: FpdtConfig) -> None:
+        self.config = config
+        self.cache = BodyCache(config.codegen)
+        self.analyses: list[Analysis] = []
+
+    @property
+    def stats(self) -> CompileStats:
+        return self.cache.stats
+
+    def __call__(
+        self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[..., Any]:
+        with run_without_tracing():
+            return self.compile(module)
+
+    def compile(self, module: GraphModule) -> Callable[..., Any]:
+        self.cache.stats.captures += 1
+        result = self.analyze(module)
+        self.analyses.append(result)
+        warn(result.rejections)
+        if result.cut is None or not (result.cut.blocks or result.cut.head):
+            return module.forward
+        return self.lower(result)
+
+    def analyze(self, module: GraphModule) -> Analysis:
+        captured = capture(module)
+        return analyze(captured, self.config)
+
+    def lower(self, result: Analysis) -> Callable[..., Any]:
+        plan, cut, tokens = result.plan, result.cut, result.tokens
+        assert plan is not None and cut is not None and tokens is not None
+        lowering = Lowering(
+            result.captured,
+            tokens,
+            cut,
+            result.dropped,
+            self.cache,
+            chunk_len=plan.chunk_len,
+            head_len=plan.head_len,
+        )
+        program = lowering.lower()
+        if self.config.verify:
+            verify_regions(lowering.regions)
+        log.info(
+            "%d blocks, %d region bodies, plan %s", len(program.blocks), self.stats.bodies, plan
+        )
+
+        def make_step(inputs: Sequence[Any]) -> Step:
+            return Step(
+                program,
+                inputs,
+                chunk_len=plan.chunk_len,
+                head_len=plan.head_len,
+                tier=plan.tier,
+                save_attention=plan.save == "attention",
+            )
+
+        return StepRunner(program, make_step, dropped_output)
+
+
+def dropped_output(spec: OutputSpec, step: Step) -> Tensor:
+    device = next(x.device for x in step.inputs.values() if isinstance(x, Tensor))
+    shape = [int(torch.sym_int(size.subs(step.symbols))) for size in spec.shape]
+    return UnmaterializedOutput(shape, spec.dtype, device)
+
+
+def warn(rejections: Sequence[Rejection]) -> None:
+    """One warning for everything that runs whole."""
+    if rejections:
+        listed = "\n  ".join(str(r) for r in rejections)
+        warnings.warn(f"fpdt_compile: a part of the model runs whole:\n  {listed}", stacklevel=2)
+
+
+def fpdt(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Entry point of ``torch.compile(backend="fpdt")``; see FpdtConfig for ``options``."""
+    return FpdtBackend(FpdtConfig.from_options(options))(module, inputs)
+
+
+__all__ = ["CantChunk", "FpdtBackend", "fpdt"]

@@ -1,0 +1,123 @@
+"""From Dynamo's graph to the captured graph every pass works on.
+
+In: the GraphModule Dynamo hands to a backend. Out: a :class:`CapturedGraph` of pre-dispatch ATen
+operators, in which ``aten.linear``, ``aten.scaled_dot_product_attention`` and friends are whole and
+every size that depends on the sequence is an expression in one symbol.
+
+Contract: Dynamo's graph is not changed. Each node carries ``val`` (fake value), ``stack_trace`` (the
+user's line), ``autocast`` (the state its ops run under: Dynamo keeps the caller's implicit), and
+``needs_grad``. Activation-checkpoint regions are inlined: what is recomputed is the planner's choice.
+
+Limits: higher-order ops other than checkpointing are left to fail the retrace, and the graph then
+runs as Dynamo captured it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from ._torch_private import (
+    current_autocast,
+    FakeTensor,
+    is_checkpoint_op,
+    make_fx,
+    preserve_node_meta,
+)
+from .graph import CapturedGraph, is_tensor, value_of
+from .passes.find_token_axes import find_token_symbol
+
+
+class _Retracer(Interpreter):
+    """Runs Dynamo's graph under a tracer, with checkpoint regions inlined."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_checkpoint_op(target):
+            region, operands = args[0], args[1:]
+            return _Retracer(region).run(*operands)
+        return super().call_function(target, args, kwargs)
+
+
+def capture(module: GraphModule) -> CapturedGraph:
+    """Retrace Dynamo's ``module``; see the module docstring."""
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    fakes = [n.meta["example_value"] for n in inputs]
+    mode = next(f.fake_mode for f in fakes if isinstance(f, FakeTensor))
+    label_modes(module)
+    detached = [f.detach() if isinstance(f, torch.Tensor) else f for f in fakes]
+    with mode, preserve_node_meta(), torch.no_grad():
+        traced = make_fx(
+            lambda *flat: _Retracer(module).run(*flat),
+            pre_dispatch=True,
+            record_stack_traces=False,
+        )(*detached)
+    graph = traced.graph
+    requires_grad = tuple(
+        isinstance(f, torch.Tensor) and f.requires_grad for f in fakes
+    )
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node, source, needs in zip(placeholders, inputs, requires_grad, strict=True):
+        node.meta["requires_grad"] = node.meta["needs_grad"] = needs
+        node.meta["input_name"] = source.name
+    propagate_needs_grad(traced)
+    return CapturedGraph(
+        module=traced,
+        token_symbol=find_token_symbol(graph),
+        requires_grad=requires_grad,
+        grad_enabled=torch.is_grad_enabled(),
+    )
+
+
+def label_modes(module: GraphModule) -> None:
+    """Write the autocast state and grad mode in force at each node into its meta.
+
+    Dynamo turns ``with torch.autocast(...)`` and ``with torch.no_grad()`` inside the model into
+    enter/exit calls; the caller's own autocast is the state in force right now.
+    """
+    stack: list[dict[str, Any]] = [current_autocast()]
+    grad_enabled = True
+    entered: dict[Node, int] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            child = getattr(module, node.target, None)
+            if isinstance(child, GraphModule):
+                label_modes(child)
+        name = getattr(node.target, "__name__", "")
+        if name == "_enter_autocast":
+            device, dtype, enabled = node.args[0], node.args[1], node.args[2]
+            state = dict(stack[-1])
+            state[device] = (bool(enabled), dtype or state.get(device, (False, None))[1])
+            entered[node] = len(stack)
+            stack.append(state)
+        elif name == "_exit_autocast":
+            del stack[entered[node.args[0]] :]
+        elif name == "_set_grad_enabled":
+            grad_enabled = bool(node.args[0])
+        node.meta["autocast"] = stack[-1]
+        node.meta["grad_off"] = not grad_enabled
+
+
+def propagate_needs_grad(module: GraphModule) -> None:
+    """Mark nodes whose value depends differentiably on an input that requires grad."""
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        values = value_of(node) if "val" in node.meta else None
+        values = values if isinstance(values, (tuple, list)) else [values]
+        floating = any(
+            isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
+            for v in values
+        )
+        node.meta["needs_grad"] = (
+            floating
+            and not node.meta.get("grad_off", False)
+            and node.target is not torch.ops.aten.detach.default
+            and any(x.meta.get("needs_grad", False) for x in node.all_input_nodes)
+        )
+
+
+def input_tensors(graph: CapturedGraph) -> list[Node]:
+    """The tensor placeholders, in order."""
+    return [n for n in graph.module.graph.nodes if n.op == "placeholder" and is_tensor(n)]

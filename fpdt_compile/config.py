@@ -1,0 +1,111 @@
+"""Options of ``optimize``, the ``fpdt`` backend and ``explain``, checked where they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+CODEGEN = ("inductor", "eager")
+OFFLOAD = ("host", "none")
+SAVE = ("attention", "hidden")
+OUTPUTS = ("auto", "all")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FpdtConfig:
+    """How a model is chunked.
+
+    - ``seq_parallel``: ranks that share one sequence (1: one process).
+    - ``chunk_len``: tokens per chunk and rank; None picks one from the model's widths.
+    - ``head_len``: tokens per piece of the LM head; None picks one from the vocabulary.
+    - ``offload``: "host" keeps saved activations in main memory, "none" on the device. On a
+      CPU-only machine both are main memory and the option changes nothing.
+    - ``save``: "attention" keeps attention outputs for the backward (attention runs once),
+      "hidden" keeps only the blocks' inputs and recomputes attention.
+    - ``codegen``: "inductor" compiles region bodies, "eager" runs them as traced.
+    - ``outputs``: "auto" does not materialize outputs that training does not need (logits, caches)
+      when the model returns a loss and gradients are enabled; "all" returns everything.
+    - ``token_dims``: the token dimension by input name (``{"input_ids": 1}``); None finds it:
+      dimension 1 of integer inputs and of float inputs of three dimensions.
+    - ``strict``: raise for the first part that would run whole instead of warning.
+    - ``verify``: at compile time run every region whole and in chunks on random data and compare.
+    - ``disable_passes``: exact names of rewriting passes to skip; ``max_rewrites``: apply only the
+      first N rewrites. Both are for finding a miscompile.
+    """
+
+    seq_parallel: int = 1
+    chunk_len: int | None = None
+    head_len: int | None = None
+    offload: str = "host"
+    save: str = "attention"
+    codegen: str = "inductor"
+    outputs: str = "auto"
+    token_dims: Mapping[str, int] | None = None
+    strict: bool = False
+    verify: bool = False
+    disable_passes: tuple[str, ...] = ()
+    max_rewrites: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive("seq_parallel", self.seq_parallel)
+        for name in ("chunk_len", "head_len"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.max_rewrites is not None and (
+            not isinstance(self.max_rewrites, int) or self.max_rewrites < 0
+        ):
+            raise ValueError(
+                f"max_rewrites={self.max_rewrites!r}: allowed are None and integers >= 0"
+            )
+        _choice("offload", self.offload, OFFLOAD)
+        _choice("save", self.save, SAVE)
+        _choice("codegen", self.codegen, CODEGEN)
+        _choice("outputs", self.outputs, OUTPUTS)
+        for name in ("strict", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: allowed are True and False"
+                )
+        _token_dims(self.token_dims)
+        if isinstance(self.disable_passes, str):
+            raise ValueError(
+                f"disable_passes={self.disable_passes!r}: allowed is a tuple of pass names"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> FpdtConfig:
+        """From ``torch.compile(..., options=...)``; unknown names raise ValueError."""
+        options = dict(options or {})
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ValueError(
+                    f"unknown option {name}={options[name]!r}: allowed are {', '.join(known)}"
+                )
+        return cls(**options)
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        allowed = "integers >= 1" if name == "seq_parallel" else "None and integers >= 1"
+        raise ValueError(f"{name}={value!r}: allowed are {allowed}")
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        listed = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{name}={value!r}: allowed are {listed}")
+
+
+def _token_dims(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(
+        isinstance(k, str) and isinstance(v, int) and not isinstance(v, bool)
+        for k, v in value.items()
+    ):
+        raise ValueError(
+            f"token_dims={value!r}: allowed are None and a dict of input name to dimension, "
+            'for instance {"input_ids": 1}'
+        )

@@ -1,0 +1,1 @@
+"""Symbolic memory formulas and hardware facts the planner uses; never touches FX."""

@@ -1,0 +1,227 @@
+"""``explain``: what would be done to a model, without compiling anything.
+
+The report fits one screen: what was found, what runs in chunks, what is stored where, bytes before
+and after, and what runs whole and why, with the user's file and line.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ._torch_private import abort_capture, capture_only
+from .backend import FpdtBackend
+from .config import FpdtConfig
+from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
+from .passes.manager import Analysis
+from .passes.plan_chunks import after_head
+from .token_dims import TokenMarker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What ``explain`` found. Bytes are for the inputs that were passed."""
+
+    model: str
+    seq_len: int
+    attentions: int
+    attentions_chunked: int
+    masks: dict[str, int]
+    feed_forwards: dict[str, int]
+    head: str
+    blocks: int
+    chunk_len: int
+    num_chunks: int
+    head_len: int
+    save: str
+    offload: str
+    stored_bytes_before: int
+    stored_bytes_after: int
+    largest_tensor_before_bytes: int
+    largest_tensor_after_bytes: int
+    rejections: tuple[dict[str, str], ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        console = Console(file=buffer, width=88, color_system=None)
+        console.print(self.table())
+        if self.rejections:
+            console.print("Runs whole:")
+            for item in self.rejections:
+                console.print(
+                    f"  {item['op']} at {item['source']}: {item['reason']}; {item['change']}"
+                )
+        return buffer.getvalue().rstrip()
+
+    def table(self) -> Table:
+        table = Table(title=f"fpdt_compile: {self.model}, S = {self.seq_len}", show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        masks = ", ".join(f"{n} {kind}" for kind, n in self.masks.items()) or "none"
+        forwards = ", ".join(f"{n} {kind}" for kind, n in self.feed_forwards.items()) or "none"
+        table.add_row(
+            "attention", f"{self.attentions_chunked} of {self.attentions} in chunks ({masks})"
+        )
+        table.add_row("feed-forward", forwards)
+        table.add_row("LM head", self.head)
+        if self.blocks:
+            table.add_row(
+                "chunks",
+                f"{self.num_chunks} of {self.chunk_len} tokens through {self.blocks} blocks, "
+                f"head in pieces of {self.head_len}",
+            )
+        table.add_row("saved for backward", f"{self.save}, {self.offload}")
+        table.add_row(
+            "activations stored",
+            f"{gib(self.stored_bytes_before)} before, {gib(self.stored_bytes_after)} after",
+        )
+        table.add_row(
+            "largest tensor",
+            f"{gib(self.largest_tensor_before_bytes)} before, "
+            f"{gib(self.largest_tensor_after_bytes)} after",
+        )
+        return table
+
+
+def gib(num_bytes: int) -> str:
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.2f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def explain(
+    model: nn.Module, *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Report:
+    """Analyze a call of ``model`` with these inputs; nothing is computed or compiled.
+
+    ``options`` are those of :class:`FpdtConfig`. Only the first graph of a model whose capture
+    breaks is shown.
+    """
+    config = FpdtConfig.from_options(options)
+    backend = FpdtBackend(config)
+    found: list[Analysis] = []
+
+    def analyze_only(module: GraphModule, _: Any) -> Any:
+        found.append(backend.analyze(module))
+        return abort_capture
+
+    TokenMarker(model, config.token_dims).mark(inputs, kwargs)
+    capture_only(model, analyze_only, inputs, kwargs)
+    if not found:
+        raise ValueError(
+            f"model={type(model).__name__}: its call computes nothing that can be captured"
+        )
+    return report(model, found[0], config)
+
+
+def report(model: nn.Module, result: Analysis, config: FpdtConfig) -> Report:
+    graph = result.captured.module.graph
+    tensors = [n for n in graph.nodes if is_tensor(n) and n.op == "call_function"]
+    sizes = {n: num_bytes(n) for n in tensors}
+    plan, cut = result.plan, result.cut
+    seq_len = sequence_length(result)
+    after = largest_after = 0
+    if plan is not None and cut is not None:
+        after = stored_after(result, seq_len)
+        largest_after = largest_chunk(result, seq_len)
+    return Report(
+        model=type(model).__name__,
+        seq_len=seq_len,
+        attentions=result.num_found,
+        attentions_chunked=len(result.attentions),
+        masks=dict(Counter(mask_label(a) for a in result.attentions)),
+        feed_forwards=dict(Counter(f.kind for f in result.feed_forwards)),
+        head="none" if cut is None or cut.head is None else f"{cut.head.vocab_size} columns",
+        blocks=0 if cut is None else len(cut.blocks),
+        chunk_len=0 if plan is None else plan.chunk_len,
+        num_chunks=0 if plan is None else -(-seq_len // plan.chunk_len),
+        head_len=0 if plan is None else plan.head_len,
+        save=config.save,
+        offload=offload_label(config, graph),
+        stored_bytes_before=sum(b for n, b in sizes.items() if saved_by_autograd(n)),
+        stored_bytes_after=after,
+        largest_tensor_before_bytes=max(sizes.values(), default=0),
+        largest_tensor_after_bytes=largest_after,
+        rejections=tuple(r.to_dict() for r in result.rejections),
+    )
+
+
+def offload_label(config: FpdtConfig, graph: torch.fx.Graph) -> str:
+    device = next(value_of(n).device.type for n in graph.nodes if is_tensor(n))
+    if config.offload == "host" and device == "cpu":
+        return 'offload="host" has no effect on a CPU: main memory is the device'
+    return f"offload={config.offload}"
+
+
+def mask_label(attention: Attention) -> str:
+    if attention.mask is not None:
+        return "mask by tiles"
+    return "causal" if attention.is_causal else "no mask"
+
+
+def num_bytes(node: Node, length: int | None = None) -> int:
+    """Bytes of a node's tensor at the captured sizes."""
+    value = value_of(node)
+    total = value.dtype.itemsize
+    for size in value.shape:
+        total *= int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    return total
+
+
+def saved_by_autograd(node: Node) -> bool:
+    """An upper estimate of what eager training keeps: every float tensor that is not a view."""
+    name = str(node.target)
+    views = ("view", "reshape", "transpose", "permute", "slice", "expand", "unsqueeze", "select")
+    return value_of(node).is_floating_point() and not any(v in name for v in views)
+
+
+def sequence_length(result: Analysis) -> int:
+    symbol = result.captured.token_symbol
+    for node in result.captured.module.graph.nodes:
+        if node.op == "placeholder" and is_tensor(node):
+            for size in value_of(node).shape:
+                if isinstance(size, torch.SymInt) and size_expr(size) == symbol:
+                    return int(size.node.hint)
+    return 0
+
+
+def stored_after(result: Analysis, seq_len: int) -> int:
+    cut, symbol = result.cut, result.captured.token_symbol
+    assert cut is not None and result.plan is not None
+    states = dict.fromkeys(cut.entry)
+    for block in cut.blocks:
+        states.update(dict.fromkeys(block.state_out))
+    total = sum(num_bytes(n) for n in states if n.op != "placeholder")
+    if result.plan.save == "attention":
+        total += sum(num_bytes(a.node) for a in result.attentions)
+        for a in result.attentions:
+            shape = value_of(a.node).shape
+            rows = [int(s.node.hint) if isinstance(s, torch.SymInt) else int(s) for s in shape[:3]]
+            total += 4 * rows[0] * rows[1] * rows[2]
+    del symbol, seq_len
+    return total
+
+
+def largest_chunk(result: Analysis, seq_len: int) -> int:
+    """The largest tensor of a region: its widest value at the chunk's (or head piece's) length."""
+    assert result.tokens is not None and result.plan is not None and result.cut is not None
+    plan, best = result.plan, 0
+    head_nodes = after_head(result.cut)
+    for node in result.captured.module.graph.nodes:
+        if result.tokens.kinds[node] is NodeKind.TOKENWISE and is_tensor(node):
+            length = min(seq_len, plan.head_len if node in head_nodes else plan.chunk_len)
+            best = max(best, num_bytes(node) * length // max(1, seq_len))
+    return best

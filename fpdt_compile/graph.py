@@ -1,0 +1,200 @@
+"""Records that the stages hand to each other.
+
+Symbols as in the paper: B batch, S sequence length, H query heads, G key/value heads, D head
+size. ``s`` is the one sympy symbol that stands for S in the captured graph.
+
+Everything here is data: a record is made by one stage and only read by the later ones.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from .errors import Rejection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenAxis:
+    """One token axis of a tensor: dimension ``dim`` has size ``outer * s * inner``.
+
+    The dimension is laid out ``[outer, s, inner]``: flattening ``[B, s, d]`` to ``[B*s, d]`` gives
+    ``outer = B, inner = 1``. ``dim`` is non-negative.
+    """
+
+    dim: int
+    outer: sympy.Expr = sympy.S.One
+    inner: sympy.Expr = sympy.S.One
+
+    @property
+    def plain(self) -> bool:
+        """Whether the dimension is the sequence and nothing else."""
+        return self.outer == 1 and self.inner == 1
+
+
+class NodeKind(enum.Enum):
+    """What a node of the captured graph is to the chunked program."""
+
+    SYMBOL = "symbol"  # a SymInt / SymFloat / SymBool
+    STATE = "state"  # no token axis, from parameters and buffers only
+    VECTOR = "vector"  # small, from integer inputs only; computed whole, once a call
+    TOKENWISE = "tokenwise"  # one token axis, row t of the output needs row t of the inputs
+    MASK = "mask"  # two token axes, from vectors only; evaluated tile by tile
+    ATTENTION = "attention"
+    MIXER = "mixer"  # part of an op group that runs whole
+    TOTAL = "total"  # a sum over all tokens
+    EPILOGUE = "epilogue"  # no token axis, computed from totals
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskLeaf:
+    """An input of a mask graph: a whole tensor, named after its node in the captured graph.
+
+    ``q_axis`` / ``k_axis`` is the leaf's dimension that runs along the queries / keys, or None.
+    """
+
+    name: str
+    q_axis: TokenAxis | None
+    k_axis: TokenAxis | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskGraph:
+    """A mask as a graph over short vectors, never evaluated for all (query, key) pairs at once.
+
+    ``module``'s placeholders are ``leaves`` in order, its one output the mask, broadcastable to
+    ``[B, H, S, S]``; ``is_bool`` says whether it selects (bool) or is added to the scores.
+    """
+
+    name: str
+    module: GraphModule
+    leaves: tuple[MaskLeaf, ...]
+    is_bool: bool
+
+
+class TileKind(enum.Enum):
+    """How a (query chunk, key chunk) pair is computed."""
+
+    EMPTY = "empty"  # no query sees any key: skipped
+    FULL = "full"  # every query sees every key: no mask
+    CAUSAL = "causal"  # equal ranges, key j visible to query i iff j <= i: the kernel's flag
+    PARTIAL = "partial"  # anything else: the mask graph is evaluated on the tile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileTable:
+    """``kinds[i][j]`` for query chunk i and key chunk j; hashable, so schedules are cached by it."""
+
+    kinds: tuple[tuple[TileKind, ...], ...]
+
+    def keys_of(self, query_chunk: int) -> tuple[int, ...]:
+        """Key chunks that ``query_chunk`` attends to, in order."""
+        row = self.kinds[query_chunk]
+        return tuple(j for j, kind in enumerate(row) if kind is not TileKind.EMPTY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """One attention: ``q`` [B,H,S,D], ``k`` [B,G,S,D], ``v`` [B,G,S,Dv] nodes, G divides H.
+
+    ``mask`` is a :class:`MaskGraph`, or None; ``is_causal`` is the op's own flag (mask is None
+    then). ``scale`` None means 1/sqrt(D).
+    """
+
+    name: str
+    node: Node
+    q: Node
+    k: Node
+    v: Node
+    mask: MaskGraph | None
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixer:
+    """Ops that mix tokens in a way we have no chunked form for; run whole as one group."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    rejection: Rejection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedForward:
+    """``down(act(up(x)))`` or ``down(act(gate(x)) * up(x))``: linears by role, for the report."""
+
+    down: Node
+    ups: tuple[Node, ...]
+    hidden_size: int
+    kind: str  # "plain" or "gated"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """The LM head: the linear whose rows feed a total or a token output, and its input."""
+
+    linear: Node
+    hidden: Node
+    vocab_size: int
+
+
+@dataclass(kw_only=True, slots=True)
+class CapturedGraph:
+    """The pre-dispatch ATen graph and what is known about it from outside.
+
+    ``module`` takes the flat inputs of Dynamo's graph in order. ``token_symbol`` is ``s`` (None:
+    no dynamic token dimension). ``requires_grad[i]`` is per flat input.
+    """
+
+    module: GraphModule
+    token_symbol: sympy.Symbol | None
+    requires_grad: tuple[bool, ...]
+    grad_enabled: bool
+    rejections: list[Rejection] = field(default_factory=list)
+
+
+Axes = dict[Node, tuple[TokenAxis, ...]]
+
+
+def value_of(node: Node) -> Any:
+    """The fake value of a node."""
+    return node.meta["val"]
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def size_expr(size: int | torch.SymInt) -> sympy.Expr:
+    """A dimension's size as a sympy expression."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.Integer(size)
+
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source_of(node: Node) -> str:
+    """The innermost line of the user's code that made ``node``, as ``file:line``.
+
+    Frames inside torch are not the user's. ``"unknown"`` when the node carries no trace.
+    """
+    trace = node.meta.get("stack_trace") or ""
+    frames = FRAME.findall(trace)
+    inside_torch = torch.__path__[0]
+    for path, line in reversed(frames):
+        if not path.startswith(inside_torch):
+            return f"{path}:{line}"
+    return "unknown"

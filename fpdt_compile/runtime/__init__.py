@@ -1,0 +1,1 @@
+"""What runs at every step: instructions, schedule, executor, stores, autograd nodes."""

@@ -1,0 +1,258 @@
+"""The program as a chain of autograd nodes: entry, one per block, head.
+
+The nodes are linked by an empty token tensor; activations and their gradients stay in the step's
+stores. Parameters enter at the node that uses them, so their gradients appear block by block in the
+backward, where gradient hooks, DDP, FSDP and optimizer-in-backward look for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .._torch_private import get_keep_graph
+from ..errors import FpdtError
+from .executor import BlockExecutor, assemble, run_region, run_region_backward
+from .head import HeadExecutor
+from .program import ChunkProgram, OperandKind, OutputKind, RegionCall
+from .schedule import BlockShape, block_shape
+from .step import Step
+
+
+def differentiable_state(calls: Sequence[Any]) -> tuple[str, ...]:
+    """Names of the graph inputs these regions (or mixers) compute gradients for."""
+    names: dict[str, None] = {}
+    for call in calls:
+        for operand in call.operands if call is not None else ():
+            if operand.kind is OperandKind.STATE and operand.needs_grad:
+                names.setdefault(operand.name)
+    return tuple(names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One autograd node: ``run`` its forward, ``differentiate`` its backward."""
+
+    label: str
+    inputs: tuple[str, ...]
+    run: Callable[[Step], list[Tensor]]
+    differentiate: Callable[[Step, Sequence[Tensor | None], bool], None]
+    input_grad: Callable[[Step, str], Tensor | None]
+
+
+class StageNode(torch.autograd.Function):
+    """Outputs: the token, then the stage's results."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, step: Step, stage: Stage, token: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.step, ctx.stage = step, stage
+        ctx.save_for_backward(*inputs)
+        results = stage.run(step)
+        fixed = [r for r in results if not r.requires_grad and not r.is_floating_point()]
+        ctx.mark_non_differentiable(*fixed)
+        ctx.set_materialize_grads(False)
+        return (token.new_empty(0), *results)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise FpdtError(
+                "double backward: the chunked program recomputes its regions in backward and "
+                "cannot be differentiated twice; call backward or grad without create_graph=True"
+            )
+        inputs = ctx.saved_tensors  # raises if the graph was freed or a parameter was changed
+        step, stage = ctx.step, ctx.stage
+        step.keep_graph = get_keep_graph()
+        stage.differentiate(step, grads[1:], step.keep_graph)
+        found = []
+        for name, tensor, needed in zip(stage.inputs, inputs, ctx.needs_input_grad[3:]):
+            grad = stage.input_grad(step, name)
+            found.append(grad if needed else None)
+            del tensor
+        return (None, None, inputs_token(ctx), *found)
+
+
+def inputs_token(ctx: FunctionCtx) -> Tensor | None:
+    return torch.empty(0) if ctx.needs_input_grad[2] else None
+
+
+class StepRunner:
+    """Runs a program: called with the graph's flat inputs, returns its flat outputs."""
+
+    def __init__(
+        self,
+        program: ChunkProgram,
+        make_step: Callable[[Sequence[Any]], Step],
+        make_dropped: Callable[[Any, Step], Any],
+    ) -> None:
+        self.program = program
+        self.make_step = make_step
+        self.make_dropped = make_dropped
+        self.shapes: list[BlockShape] = []
+        previous = None
+        for block in program.blocks:
+            self.shapes.append(block_shape(block, previous))
+            previous = block
+        last = program.blocks[-1] if program.blocks else None
+        self.held = frozenset(
+            ()
+            if last is None
+            else (*last.state_in, *(a.name for a in last.attentions))
+        )
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        step = self.make_step(inputs)
+        train = torch.is_grad_enabled() and any(self.program.needs_grad.values())
+        token = torch.empty(0)
+        token, *_ = self.apply(step, self.entry_stage(), token, train)
+        for index in range(len(self.program.blocks)):
+            token, *_ = self.apply(step, self.block_stage(index, train), token, train)
+        results: list[Tensor] = []
+        if self.program.head is not None:
+            _, *results = self.apply(step, self.head_stage(train), token, train)
+        return self.outputs(step, results)
+
+    def apply(
+        self, step: Step, stage: Stage, token: Tensor, train: bool
+    ) -> tuple[Tensor, ...]:
+        if not train:
+            with torch.no_grad():
+                return (token, *stage.run(step))
+        return StageNode.apply(
+            step, stage, token, *(step.inputs[name] for name in stage.inputs)
+        )
+
+    def entry_stage(self) -> Stage:
+        program = self.program
+        token_inputs = tuple(
+            name
+            for name in program.input_names
+            if program.needs_grad.get(name) and name in program.axes
+        )
+
+        def run(step: Step) -> list[Tensor]:
+            if program.entry is not None:
+                for chunk in range(step.num_chunks):
+                    run_region(step, program.entry, chunk)
+                    for name in program.entry_state:
+                        if not step.is_input(name):
+                            step.store.move((name, chunk), step.tier)
+            return []
+
+        def differentiate(step: Step, grads: Sequence[Tensor | None], keep: bool) -> None:
+            if program.entry is not None and program.entry.needs_backward:
+                for chunk in range(step.num_chunks):
+                    run_region_backward(step, program.entry, chunk)
+
+        def input_grad(step: Step, name: str) -> Tensor | None:
+            if name not in token_inputs:
+                return step.parameter_grads.take(name, step.inputs[name])
+            pieces = [step.take_value_grad(name, i) for i in range(step.num_chunks)]
+            return assemble(step, name, pieces)
+
+        return Stage(
+            label="entry",
+            inputs=(*differentiable_state([program.entry]), *token_inputs),
+            run=run,
+            differentiate=differentiate,
+            input_grad=input_grad,
+        )
+
+    def block_stage(self, index: int, train: bool) -> Stage:
+        block, shape = self.program.blocks[index], self.shapes[index]
+
+        def run(step: Step) -> list[Tensor]:
+            BlockExecutor(step, block, shape).forward(train=train)
+            return []
+
+        def differentiate(step: Step, grads: Sequence[Tensor | None], keep: bool) -> None:
+            BlockExecutor(step, block, shape).backward(keep=keep)
+
+        return Stage(
+            label=f"block {index}",
+            inputs=differentiable_state([block.pre, block.post, *block.mixers]),
+            run=run,
+            differentiate=differentiate,
+            input_grad=lambda step, name: step.parameter_grads.take(name, step.inputs[name]),
+        )
+
+    def head_stage(self, train: bool) -> Stage:
+        call, one_pass = self.program.head, self.program.one_pass and train
+        assert call is not None
+        sums: dict[str, Tensor] = {}
+
+        def run(step: Step) -> list[Tensor]:
+            results = HeadExecutor(step, call, self.held).forward(
+                one_pass=one_pass, train=train
+            )
+            for result, value in zip(call.results, results, strict=True):
+                step.result_shapes[result.name] = (value.shape, value.dtype, value.device)
+            if one_pass:
+                sums.update(step.parameter_grads.sums)
+                step.parameter_grads.sums.clear()
+            return results
+
+        def differentiate(step: Step, grads: Sequence[Tensor | None], keep: bool) -> None:
+            if not one_pass:
+                HeadExecutor(step, call, self.held).backward(
+                    fill_grads(step, call, grads), keep=keep
+                )
+                return
+            (scale,) = [g for g in grads if g is not None]
+            step.unit_scale = scale
+            for name, total in sums.items():
+                factor = scale.to(total.dtype)
+                step.parameter_grads.sums[name] = (
+                    total * factor if keep else total.mul_(factor)
+                )
+            if not keep:
+                sums.clear()
+
+        return Stage(
+            label="head",
+            inputs=differentiable_state([call]),
+            run=run,
+            differentiate=differentiate,
+            input_grad=lambda step, name: step.parameter_grads.take(name, step.inputs[name]),
+        )
+
+    def outputs(self, step: Step, results: Sequence[Tensor]) -> list[Any]:
+        program = self.program
+        named = {}
+        if program.head is not None:
+            named = {r.name: t for r, t in zip(program.head.results, results, strict=True)}
+        whole = {}
+        if program.epilogue is not None:
+            values = program.epilogue({**step.inputs, **step.vectors, **named})
+            whole = dict(zip(program.epilogue_outputs, values, strict=True))
+        flat = []
+        for spec in program.outputs:
+            if spec.kind is OutputKind.CONSTANT:
+                flat.append(spec.constant)
+            elif spec.kind is OutputKind.DROPPED:
+                flat.append(self.make_dropped(spec, step))
+            elif spec.kind is OutputKind.TOKEN:
+                flat.append(named[spec.name])
+            else:
+                flat.append(whole[spec.name])
+        return flat
+
+
+def fill_grads(
+    step: Step, call: RegionCall, grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Zeros for results whose gradient nobody asked for."""
+    filled: list[Tensor | None] = []
+    for result, grad in zip(call.results, grads, strict=True):
+        if grad is None and result.needs_grad:
+            shape, dtype, device = step.result_shapes[result.name]
+            grad = torch.zeros(shape, dtype=dtype, device=device)
+        filled.append(grad)
+    return filled

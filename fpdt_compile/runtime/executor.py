@@ -1,0 +1,270 @@
+"""Run a block's instructions, and the head, on a :class:`Step`.
+
+The executor looks nothing up and chooses nothing: each instruction names its region, values and
+chunks; see ``schedule`` for what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .attention import TileRunner
+from .chunks import arrange, cut, empty_whole, join_axis, paste, same_storage, split_axis
+from .program import BlockProgram, GradForm, MixerCall, OperandKind, RegionCall
+from .schedule import (
+    Attend,
+    AttendBackward,
+    BlockShape,
+    Drop,
+    Finish,
+    Instruction,
+    Mix,
+    MixBackward,
+    Prefetch,
+    Run,
+    RunBackward,
+    Save,
+    backward_schedule,
+    forward_schedule,
+)
+from .step import Step
+
+forward_schedule = lru_cache(maxsize=64)(forward_schedule)
+backward_schedule = lru_cache(maxsize=64)(backward_schedule)
+
+
+class BlockExecutor:
+    """Runs one block's schedules on one step."""
+
+    def __init__(self, step: Step, block: BlockProgram, shape: BlockShape) -> None:
+        self.step = step
+        self.block = block
+        self.shape = shape
+        self.tables = tuple(step.table(a) for a in block.attentions)
+        self.runners = [TileRunner(a, step.mask(a.mask)) for a in block.attentions]
+        self.regions = {"pre": block.pre, "post": block.post}
+
+    def forward(self, *, train: bool) -> None:
+        self.run(
+            forward_schedule(
+                self.shape,
+                self.step.num_chunks,
+                self.tables,
+                train=train,
+                save_attention=self.step.save_attention,
+            )
+        )
+
+    def backward(self, *, keep: bool) -> None:
+        self.run(
+            backward_schedule(
+                self.shape,
+                self.step.num_chunks,
+                self.tables,
+                save_attention=self.step.save_attention,
+                keep=keep,
+            )
+        )
+
+    def run(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Run(region, chunk):
+                    run_region(self.step, self.regions[region], chunk)
+                case RunBackward("pre", chunk):
+                    self.finish_attention_grads(chunk)
+                    run_region_backward(self.step, self.regions["pre"], chunk)
+                case RunBackward(region, chunk):
+                    run_region_backward(self.step, self.regions[region], chunk)
+                case Attend(attention, query, key, kind):
+                    self.attend(attention, query, key, kind)
+                case Finish(attention, query):
+                    self.finish(attention, query)
+                case AttendBackward(attention, query, key, kind):
+                    self.attend_backward(attention, query, key, kind)
+                case Mix(mixer):
+                    mix(self.step, self.block.mixers[mixer])
+                case MixBackward(mixer):
+                    mix_backward(self.step, self.block.mixers[mixer])
+                case Save(name, chunk):
+                    if not self.step.is_input(name):
+                        self.step.store.move((name, chunk), self.step.tier)
+                case Prefetch(name, chunk):
+                    if (name, chunk) in self.step.store:
+                        self.step.store.prefetch((name, chunk))
+                case Drop(name, chunk):
+                    self.step.drop(name, chunk)
+
+    def attend(self, attention: int, query: int, key: int, kind) -> None:
+        step, call = self.step, self.block.attentions[attention]
+        self.runners[attention].attend(
+            query,
+            kind,
+            step.bounds[query],
+            step.bounds[key],
+            step.value(call.q, query),
+            step.value(call.k, key),
+            step.value(call.v, key),
+        )
+
+    def finish(self, attention: int, query: int) -> None:
+        step, call = self.step, self.block.attentions[attention]
+        out, lse = self.runners[attention].finish(
+            query, step.value(call.q, query), step.value(call.v, query)
+        )
+        step.put(call.name, query, arrange(out, (0, 2, 1, 3)))
+        step.put(call.lse, query, lse)
+
+    def attend_backward(self, attention: int, query: int, key: int, kind) -> None:
+        step, call = self.step, self.block.attentions[attention]
+        if not call.needs_grad:
+            return
+        grad_key = (call.name, query)
+        if grad_key not in self.step.grads.grads:
+            self.step.grads.add(
+                grad_key, step.take_value_grad(call.name, query), owned=False
+            )
+        self.runners[attention].attend_backward(
+            query,
+            key,
+            kind,
+            step.bounds[query],
+            step.bounds[key],
+            (
+                self.step.grads.grads[grad_key],
+                step.value(call.q, query),
+                step.value(call.k, key),
+                step.value(call.v, key),
+                step.value(call.name, query),
+                step.value(call.lse, query),
+            ),
+        )
+
+    def finish_attention_grads(self, chunk: int) -> None:
+        """The chunk's dq, dk, dv are complete: hand them to the values they belong to."""
+        step = self.step
+        for call, runner in zip(self.block.attentions, self.runners, strict=True):
+            step.grads.take((call.name, chunk))
+            for which, name in (("q", call.q), ("k", call.k), ("v", call.v)):
+                grad = runner.take_grad(which, chunk, step.value(name, chunk))
+                if step.program.needs_grad[name]:
+                    step.grads.add((name, chunk), grad, owned=True)
+
+
+def run_region(step: Step, call: RegionCall | None, chunk: int) -> None:
+    """Compute a region's values for one chunk."""
+    assert call is not None
+    outputs = call.body.forward(step.operands(call, chunk))
+    for result, value in zip(call.results, outputs, strict=True):
+        step.put(result.name, chunk, value)
+
+
+def run_region_backward(step: Step, call: RegionCall | None, chunk: int) -> None:
+    """Recompute and differentiate a region on one chunk."""
+    assert call is not None
+    inputs = step.operands(call, chunk)
+    grads = [
+        step.take_value_grad(r.name, chunk).contiguous()
+        for r in call.results
+        if r.needs_grad
+    ]
+    results = call.body.backward(inputs, grads)
+    hand_out(step, call, chunk, inputs, grads, results, call.body.slots("backward"))
+
+
+def hand_out(step, call, chunk, inputs, grads, results, slots) -> None:
+    """Add a backward body's results to the sums they belong to."""
+    for slot in slots:
+        operand = call.operands[slot.operand]
+        if operand.kind is OperandKind.STATE:
+            step.parameter_grads.add(
+                operand.name, step.whole(operand.name), slot, results
+            )
+        elif slot.form is not GradForm.NONE:
+            grad = results[slot.results[0]]
+            others = [x for i, x in enumerate(results) if i != slot.results[0]]
+            others += [x for x in (*inputs, *grads) if isinstance(x, Tensor)]
+            owned = not any(same_storage(grad, x) for x in others)
+            if operand.axis is not None:
+                grad = join_axis(grad, operand.axis)
+            step.grads.add((operand.name, chunk), grad, owned=owned)
+
+
+# mixers -----------------------------------------------------------------------
+
+
+def mixer_inputs(step: Step, call: MixerCall) -> list:
+    flat = []
+    for operand in call.operands:
+        if operand.kind is OperandKind.TOKEN:
+            flat.append(gather(step, operand.name))
+        elif operand.kind is OperandKind.SYMBOL:
+            flat.append(int(operand.size.subs(step.symbols)))
+        else:
+            value = step.whole(operand.name)
+            flat.append(value.detach() if isinstance(value, Tensor) else value)
+    return flat
+
+
+def gather(step: Step, name: str) -> Tensor:
+    """A whole tensor from its chunks."""
+    if step.is_input(name):
+        return step.inputs[name].detach()
+    return assemble(step, name, [step.value(name, i) for i in range(step.num_chunks)])
+
+
+def assemble(step: Step, name: str, pieces: Sequence[Tensor]) -> Tensor:
+    axis = step.program.axes[name]
+    whole = empty_whole(pieces[0], axis, step.symbols, step.length)
+    for piece, (start, _) in zip(pieces, step.bounds, strict=True):
+        paste(whole, piece, axis, step.symbols, start)
+    return whole
+
+
+def scatter(step: Step, name: str, whole: Tensor) -> list[Tensor]:
+    axis = step.program.axes[name]
+    return [
+        join_axis(cut(whole, axis, step.symbols, start, end), axis)
+        for start, end in step.bounds
+    ]
+
+
+def mix(step: Step, call: MixerCall) -> None:
+    with torch.no_grad():
+        outputs = call.run(mixer_inputs(step, call))
+    for result, whole in zip(call.results, outputs, strict=True):
+        for chunk, piece in enumerate(scatter(step, result.name, whole)):
+            step.put(result.name, chunk, piece)
+
+
+def mix_backward(step: Step, call: MixerCall) -> None:
+    flat = mixer_inputs(step, call)
+    wanted = [i for i, o in enumerate(call.operands) if o.needs_grad]
+    used = [i for i, r in enumerate(call.results) if r.needs_grad]
+    if not wanted or not used:
+        return
+    for i in wanted:
+        flat[i] = flat[i].requires_grad_()
+    with torch.enable_grad():
+        outputs = call.run(flat)
+    upstream = []
+    for i in used:
+        name = call.results[i].name
+        pieces = [step.take_value_grad(name, c) for c in range(step.num_chunks)]
+        upstream.append(assemble(step, name, pieces))
+    grads = torch.autograd.grad(
+        [outputs[i] for i in used], [flat[i] for i in wanted], upstream, allow_unused=True
+    )
+    for i, grad in zip(wanted, grads):
+        operand = call.operands[i]
+        if grad is None:
+            continue
+        if operand.kind is OperandKind.TOKEN:
+            for chunk, piece in enumerate(scatter(step, operand.name, grad)):
+                step.grads.add((operand.name, chunk), piece, owned=False)
+        else:
+            step.parameter_grads.add_dense(operand.name, step.whole(operand.name), grad)

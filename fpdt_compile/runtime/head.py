@@ -1,0 +1,150 @@
+"""The head: final norm, LM head and loss, in pieces of its own length.
+
+With one differentiable total (the usual training step) each piece's gradients are taken right
+after its forward, for a unit gradient of the total, and scaled later by the gradient that arrives:
+logits exist for one piece at a time and are computed once. Otherwise the pieces are recomputed in
+the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .chunks import empty_whole, join_axis, paste, scalar_dtype, split_axis
+from .program import GradForm, OperandKind, RegionCall
+from .step import Step
+
+
+class HeadExecutor:
+    """Runs the head region on one step."""
+
+    def __init__(self, step: Step, call: RegionCall, held: frozenset[str]) -> None:
+        self.step = step
+        self.call = call
+        self.held = held  # exit state that the last block's backward reads too
+
+    def forward(self, *, one_pass: bool, train: bool) -> list[Tensor]:
+        """The results, totals summed and token values whole, in the order of ``call.results``."""
+        step, call = self.step, self.call
+        sums: list[Tensor | None] = [None] * len(call.results)
+        for chunk in range(step.num_chunks):
+            buffers: dict[str, Tensor] = {}
+            for piece in step.head_pieces(chunk):
+                inputs = step.operands(call, chunk, piece)
+                if one_pass:
+                    flat = call.body.forward_backward(inputs)
+                    self.keep_unit_grads(chunk, piece, flat, buffers)
+                else:
+                    flat = call.body.forward(inputs)
+                for i, result in enumerate(call.results):
+                    sums[i] = self.collect(sums[i], i, flat[i], piece)
+                del flat
+            for name, buffer in buffers.items():
+                step.unit_grads[name, chunk] = buffer
+            if one_pass or not train:
+                self.drop_state(chunk)
+        return [
+            total.to(dtype) if result.axis is None else total
+            for total, result, dtype in zip(sums, call.results, self.dtypes, strict=True)
+        ]
+
+    dtypes: list[torch.dtype]
+
+    def collect(
+        self, have: Tensor | None, index: int, part: Tensor, piece: tuple[int, int]
+    ) -> Tensor:
+        step, result = self.step, self.call.results[index]
+        if result.axis is not None:
+            if have is None:
+                have = empty_whole(part, result.axis, step.symbols, step.length)
+                self.note_dtype(index, part)
+            paste(have, part, result.axis, step.symbols, piece[0])
+            return have
+        if have is None:
+            self.note_dtype(index, part)
+            return part.to(scalar_dtype(part.dtype))
+        return have + part
+
+    def note_dtype(self, index: int, part: Tensor) -> None:
+        if not hasattr(self, "dtypes"):
+            self.dtypes = [torch.float32] * len(self.call.results)
+        self.dtypes[index] = part.dtype
+
+    def drop_state(self, chunk: int) -> None:
+        for operand in self.call.operands:
+            if operand.kind is OperandKind.TOKEN and operand.name not in self.held:
+                self.step.drop(operand.name, chunk)
+
+    def keep_unit_grads(
+        self,
+        chunk: int,
+        piece: tuple[int, int],
+        flat: Sequence[Tensor],
+        buffers: dict[str, Tensor],
+    ) -> None:
+        """Sum parameter gradients; lay value gradients of the piece into the chunk's buffer."""
+        step, call = self.step, self.call
+        for slot in call.body.slots("forward_backward"):
+            operand = call.operands[slot.operand]
+            if operand.kind is OperandKind.STATE:
+                step.parameter_grads.add(
+                    operand.name, step.whole(operand.name), slot, flat
+                )
+            elif slot.form is not GradForm.NONE:
+                self.write_piece(buffers, operand.name, chunk, piece, flat[slot.results[0]])
+
+    def write_piece(
+        self,
+        buffers: dict[str, Tensor],
+        name: str,
+        chunk: int,
+        piece: tuple[int, int],
+        grad: Tensor,
+    ) -> None:
+        step = self.step
+        axis = step.program.axes[name]
+        if name not in buffers:
+            start, end = step.bounds[chunk]
+            joined = join_axis(grad, axis)
+            buffers[name] = empty_whole(joined, axis, step.symbols, end - start)
+        target, dim = split_axis(buffers[name], axis, step.symbols)
+        offset = piece[0] - step.bounds[chunk][0]
+        target.narrow(dim, offset, piece[1] - piece[0]).copy_(grad)
+
+    def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> None:
+        """Recompute each piece and differentiate it for the gradients of its results."""
+        step, call = self.step, self.call
+        wanted = [(i, r) for i, r in enumerate(call.results) if r.needs_grad]
+        for chunk in range(step.num_chunks):
+            buffers: dict[str, Tensor] = {}
+            for piece in step.head_pieces(chunk):
+                inputs = step.operands(call, chunk, piece)
+                upstream = [self.piece_grad(grads[i], i, piece) for i, _ in wanted]
+                flat = call.body.backward(inputs, upstream)
+                for slot in call.body.slots("backward"):
+                    operand = call.operands[slot.operand]
+                    if operand.kind is OperandKind.STATE:
+                        step.parameter_grads.add(
+                            operand.name, step.whole(operand.name), slot, flat
+                        )
+                    elif slot.form is not GradForm.NONE:
+                        self.write_piece(
+                            buffers, operand.name, chunk, piece, flat[slot.results[0]]
+                        )
+            for name, buffer in buffers.items():
+                step.grads.add((name, chunk), buffer, owned=True)
+            if not keep:
+                self.drop_state(chunk)
+
+    def piece_grad(
+        self, grad: Tensor | None, index: int, piece: tuple[int, int]
+    ) -> Tensor:
+        step, axis = self.step, self.call.results[index].axis
+        assert grad is not None
+        if axis is None:
+            return grad.contiguous()
+        split, dim = split_axis(grad, axis, step.symbols)
+        return join_axis(split.narrow(dim, piece[0], piece[1] - piece[0]), axis).contiguous()

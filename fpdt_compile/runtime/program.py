@@ -1,0 +1,205 @@
+"""The chunked program: regions, attentions and blocks by name, free of FX graphs.
+
+Made once per captured graph by ``passes/lower``; read at every step by ``schedule`` and
+``executor``. A *value* is named after its node in the captured graph; a chunk of it is
+``(name, i)``. Vectors are small whole tensors computed once a call; state is parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import Tensor
+
+from ..graph import MaskGraph, TokenAxis
+
+
+class OperandKind(enum.Enum):
+    """Where an input of a region comes from."""
+
+    TOKEN = "token"  # this chunk of a value
+    VECTOR = "vector"  # this chunk's part of a whole vector
+    WHOLE = "whole"  # a vector without a token axis
+    STATE = "state"  # a graph input: parameter, buffer
+    SYMBOL = "symbol"  # a graph input: an integer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operand:
+    """One input of a region body. ``dim_order`` is the memory order of the body's input."""
+
+    kind: OperandKind
+    name: str
+    axis: TokenAxis | None = None
+    needs_grad: bool = False
+    dim_order: tuple[int, ...] | None = None
+    size: sympy.Expr | None = None  # SYMBOL: its value in terms of the size symbols
+
+
+class GradForm(enum.Enum):
+    """How a region's backward hands over one gradient."""
+
+    NONE = "none"
+    DENSE = "dense"  # the gradient
+    PRODUCT = "product"  # factors A, B: the gradient is A @ B, added in place by addmm_
+    ROWS = "rows"  # rows and where they go: index_add_ (embeddings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradSlot:
+    """Where, in the flat results of a backward body, one operand's gradient is."""
+
+    operand: int
+    form: GradForm
+    results: tuple[int, ...] = ()
+    padding_row: int | None = None
+
+
+class Body(Protocol):
+    """A region's compiled code, shared by all regions of the same structure."""
+
+    key: str
+
+    def slots(self, form: str) -> tuple[GradSlot, ...]:
+        """Where the gradients are in the results of ``backward`` or ``forward_backward``."""
+
+    def forward(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """The outputs for one chunk."""
+
+    def backward(self, inputs: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Recompute and differentiate: flat gradients, see ``grad_slots``."""
+
+    def forward_backward(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """The outputs, then the flat gradients for a unit gradient of the one total."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One output of a region: a value per token (``axis``) or a part of a total (None)."""
+
+    name: str
+    axis: TokenAxis | None
+    needs_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionCall:
+    """A region: a body with this block's operands and results."""
+
+    label: str
+    body: Body
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def needs_backward(self) -> bool:
+        return any(r.needs_grad for r in self.results) and any(
+            o.needs_grad for o in self.operands
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """One attention over values ``q``, ``k``, ``v``; its output is the value ``name``.
+
+    ``lse`` names the logsumexp value. ``dtype`` is what the op computes in (autocast may cast).
+    """
+
+    name: str
+    q: str
+    k: str
+    v: str
+    mask: MaskGraph | None
+    is_causal: bool
+    scale: float | None
+    dtype: torch.dtype
+    needs_grad: bool
+
+    @property
+    def lse(self) -> str:
+        return f"{self.name}.lse"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixerCall:
+    """Ops that run whole: ``run`` maps the whole inputs to the whole outputs."""
+
+    name: str
+    run: Callable[..., list[Tensor]]
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockProgram:
+    """state_in -> pre -> attentions and mixers -> post -> state_out, by value names.
+
+    ``pre`` / ``post`` are None when there is nothing to compute.
+    """
+
+    index: int
+    pre: RegionCall | None
+    attentions: tuple[AttentionCall, ...]
+    mixers: tuple[MixerCall, ...]
+    post: RegionCall | None
+    state_in: tuple[str, ...]
+    state_out: tuple[str, ...]
+
+
+class OutputKind(enum.Enum):
+    CONSTANT = "constant"
+    WHOLE = "whole"  # computed by the epilogue from totals, vectors and inputs
+    TOKEN = "token"  # per token, assembled from chunks
+    DROPPED = "dropped"  # not materialized
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSpec:
+    """One flat output of the graph."""
+
+    kind: OutputKind
+    name: str = ""
+    constant: Any = None
+    shape: tuple[sympy.Expr | int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkProgram:
+    """Everything a step needs. ``axes`` and ``needs_grad`` are per value name.
+
+    ``one_pass``: the head computes its gradients in its forward (one total, nothing else
+    differentiable leaves it).
+    """
+
+    input_names: tuple[str, ...]
+    prologue: Callable[[dict[str, Any]], list[Any]] | None
+    vector_names: tuple[str, ...]
+    entry: RegionCall | None
+    entry_state: tuple[str, ...]
+    blocks: tuple[BlockProgram, ...]
+    head: RegionCall | None
+    one_pass: bool
+    epilogue: Callable[[dict[str, Any]], list[Any]] | None
+    epilogue_outputs: tuple[str, ...]
+    outputs: tuple[OutputSpec, ...]
+    token_symbol: sympy.Symbol
+    axes: dict[str, TokenAxis]
+    needs_grad: dict[str, bool]
+    symbol_sources: dict[sympy.Symbol, tuple[int, int | None]]
+
+    @property
+    def exit_state(self) -> tuple[str, ...]:
+        return self.blocks[-1].state_out if self.blocks else self.entry_state
+
+    def symbols(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """The value of every size symbol at this call."""
+        return {
+            symbol: int(inputs[index]) if dim is None else int(inputs[index].shape[dim])
+            for symbol, (index, dim) in self.symbol_sources.items()
+        }

@@ -1,0 +1,173 @@
+"""One call of the chunked program: its inputs, chunks, stores and sums.
+
+A :class:`Step` is made at every call of the compiled function and lives as long as its autograd
+graph does: there is no state between steps, so an error in one leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph import MaskGraph, TileKind, TileTable
+from .chunks import Bounds, arrange, chunk_bounds, cut, join_axis, split_axis
+from .gradients import ParameterGradients, ValueGradients
+from .masks import MaskEvaluator
+from .program import (
+    AttentionCall,
+    ChunkProgram,
+    Operand,
+    OperandKind,
+    RegionCall,
+)
+from .stores import ValueStore
+
+
+class Step:
+    """State of one call. ``options`` holds the plan's choices."""
+
+    def __init__(
+        self,
+        program: ChunkProgram,
+        inputs: Sequence[Any],
+        *,
+        chunk_len: int,
+        head_len: int,
+        tier: str,
+        save_attention: bool,
+    ) -> None:
+        self.program = program
+        self.symbols = program.symbols(inputs)
+        self.length = self.symbols[program.token_symbol]
+        self.bounds: Bounds = chunk_bounds(self.length, chunk_len)
+        self.head_len = head_len
+        self.tier = tier
+        self.save_attention = save_attention
+        self.inputs = dict(zip(program.input_names, inputs, strict=True))
+        self.vectors: dict[str, Any] = {}
+        self.store = ValueStore()
+        self.grads = ValueGradients()
+        self.unit_grads: dict[tuple[str, int], Tensor] = {}
+        self.unit_scale: Tensor | None = None
+        self.keep_graph = False
+        self.result_shapes: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self.parameter_grads = ParameterGradients()
+        self.masks: dict[str, MaskEvaluator] = {}
+        self.tables: dict[str, TileTable] = {}
+        if program.prologue is not None:
+            with torch.no_grad():
+                values = program.prologue(self.inputs)
+            self.vectors = dict(zip(program.vector_names, values, strict=True))
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.bounds)
+
+    def whole(self, name: str) -> Any:
+        """A vector or a graph input."""
+        return self.vectors[name] if name in self.vectors else self.inputs[name]
+
+    def is_input(self, name: str) -> bool:
+        return name in self.inputs
+
+    # values -----------------------------------------------------------------
+
+    def value(self, name: str, chunk: int) -> Tensor:
+        """A chunk of a value, in joined form; graph inputs are cut on the fly."""
+        if (name, chunk) in self.store:
+            return self.store.get((name, chunk))
+        axis = self.program.axes[name]
+        piece = cut(self.whole(name).detach(), axis, self.symbols, *self.bounds[chunk])
+        return join_axis(piece, axis)
+
+    def put(self, name: str, chunk: int, value: Tensor) -> None:
+        self.store.put((name, chunk), value)
+
+    def drop(self, name: str, chunk: int) -> None:
+        if (name, chunk) in self.store:
+            self.store.drop((name, chunk))
+
+    def operand(self, operand: Operand, chunk: int, piece: tuple[int, int] | None) -> Any:
+        """One input of a region for a chunk, or for tokens ``piece`` of it (global numbers)."""
+        if operand.kind is OperandKind.SYMBOL:
+            assert operand.size is not None
+            return int(operand.size.subs(self.symbols))
+        if operand.kind in (OperandKind.STATE, OperandKind.WHOLE):
+            value = self.whole(operand.name)
+            return value.detach() if isinstance(value, Tensor) else value
+        start, end = piece if piece is not None else self.bounds[chunk]
+        assert operand.axis is not None
+        if operand.kind is OperandKind.VECTOR:
+            value = cut(self.whole(operand.name), operand.axis, self.symbols, start, end)
+        else:
+            value, dim = split_axis(
+                self.value(operand.name, chunk), operand.axis, self.symbols
+            )
+            if piece is not None:
+                value = value.narrow(dim, start - self.bounds[chunk][0], end - start)
+        return arrange(value.detach(), operand.dim_order)
+
+    def operands(
+        self, call: RegionCall, chunk: int, piece: tuple[int, int] | None = None
+    ) -> list[Any]:
+        return [self.operand(o, chunk, piece) for o in call.operands]
+
+    def head_pieces(self, chunk: int) -> Bounds:
+        """The pieces the head runs a chunk in, in global token numbers."""
+        start, end = self.bounds[chunk]
+        return tuple((start + a, start + b) for a, b in chunk_bounds(end - start, self.head_len))
+
+    # gradients --------------------------------------------------------------
+
+    def take_value_grad(self, name: str, chunk: int) -> Tensor:
+        """The finished gradient of a chunk value (zeros if nothing asked for one)."""
+        key = (name, chunk)
+        grad = self.grads.take(key)
+        if key in self.unit_grads:
+            assert self.unit_scale is not None
+            unit = self.unit_grads[key]
+            factor = self.unit_scale.to(unit.dtype)
+            if self.keep_graph:
+                scaled = unit * factor
+            else:
+                scaled = self.unit_grads.pop(key).mul_(factor)
+            grad = scaled if grad is None else grad + scaled
+        return torch.zeros_like(self.value(name, chunk)) if grad is None else grad
+
+    # masks ------------------------------------------------------------------
+
+    def mask(self, graph: MaskGraph | None) -> MaskEvaluator | None:
+        if graph is None:
+            return None
+        if graph.name not in self.masks:
+            leaves = {leaf.name: self.whole(leaf.name) for leaf in graph.leaves}
+            self.masks[graph.name] = MaskEvaluator(
+                graph, leaves, self.length, self.length, self.symbols
+            )
+        return self.masks[graph.name]
+
+    def table(self, call: AttentionCall) -> TileTable:
+        """How each tile of an attention is computed; equal masks are classified once a step."""
+        name = call.mask.name if call.mask is not None else f"causal={call.is_causal}"
+        if name not in self.tables:
+            evaluator = self.mask(call.mask)
+            if evaluator is not None:
+                self.tables[name] = evaluator.table(self.bounds, self.bounds)
+            else:
+                self.tables[name] = plain_table(self.num_chunks, call.is_causal)
+        return self.tables[name]
+
+
+def plain_table(num_chunks: int, is_causal: bool) -> TileTable:
+    """The table of attention without a mask."""
+
+    def kind(i: int, j: int) -> TileKind:
+        if not is_causal or j < i:
+            return TileKind.FULL
+        return TileKind.CAUSAL if i == j else TileKind.EMPTY
+
+    rows = range(num_chunks)
+    return TileTable(kinds=tuple(tuple(kind(i, j) for j in rows) for i in rows))

@@ -1,0 +1,1 @@
+"""Attention over one (query chunk, key chunk) tile, and what merges tiles."""

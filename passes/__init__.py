@@ -1,0 +1,1 @@
+"""Graph passes; see base.py for what a pass is and manager.py for the order."""

@@ -1,0 +1,103 @@
+"""What a graph pass is, and the few ways passes edit a graph.
+
+A pass rewrites the captured graph in place: ``find`` (pure) yields matches, ``apply`` rewrites one.
+It never touches the user's model or Dynamo's graph, so falling back is always free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from ..errors import CantChunk, Rejection
+from ..graph import CapturedGraph, source_of
+
+
+@dataclass(kw_only=True, slots=True)
+class PassContext:
+    """Options of one run: ``fuel`` is how many more rewrites are allowed (None: all)."""
+
+    fuel: int | None = None
+    rejections: list[Rejection] = field(default_factory=list)
+
+    def take(self) -> bool:
+        """Use up one rewrite; False when none is left."""
+        if self.fuel is None:
+            return True
+        if self.fuel <= 0:
+            return False
+        self.fuel -= 1
+        return True
+
+
+class GraphPass(ABC):
+    """A rewrite of the captured graph; ``name`` equals its file's name."""
+
+    name: str
+
+    @abstractmethod
+    def find(self, captured: CapturedGraph) -> Iterable[Any]:
+        """Matches, in graph order. Must not change the graph."""
+
+    @abstractmethod
+    def apply(self, captured: CapturedGraph, match: Any) -> None:
+        """Rewrite one match; raises CantChunk to leave it alone, with the reason."""
+
+    def run(self, captured: CapturedGraph, ctx: PassContext) -> int:
+        """Apply every match the fuel allows; returns how many were rewritten."""
+        done = 0
+        for match in list(self.find(captured)):
+            if not ctx.take():
+                break
+            self.apply(captured, match)
+            done += 1
+        captured.module.graph.eliminate_dead_code()
+        return done
+
+
+def refuse(node: Node, reason: str, change: str) -> CantChunk:
+    """A CantChunk for ``node``, with the user's file and line."""
+    return CantChunk(
+        Rejection(op=str(node.target), source=source_of(node), reason=reason, change=change)
+    )
+
+
+def insert_call(
+    graph: Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Node
+) -> Node:
+    """A new call at the insertion point with its fake value and ``like``'s provenance."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {
+        key: like.meta[key]
+        for key in ("stack_trace", "autocast", "nn_module_stack")
+        if key in like.meta
+    }
+    set_value(node)
+    return node
+
+
+def set_value(node: Node) -> None:
+    """Compute ``node.meta["val"]`` from its inputs' fake values."""
+    args, kwargs = pytree.tree_map_only(
+        Node, lambda x: x.meta["val"], (node.args, node.kwargs)
+    )
+    mode = next(
+        (
+            leaf.fake_mode
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if hasattr(leaf, "fake_mode")
+        ),
+        None,
+    )
+    with torch.no_grad():
+        if mode is None:
+            node.meta["val"] = node.target(*args, **kwargs)
+        else:
+            with mode:
+                node.meta["val"] = node.target(*args, **kwargs)

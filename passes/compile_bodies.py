@@ -1,0 +1,154 @@
+"""Compile traced bodies, once per structure, with Inductor or as they are.
+
+In: a region and how its chunks will be used. Out: a :class:`CompiledBody` (see
+``runtime.program.Body``), taken from the :class:`BodyCache` when a region of the same structure was
+compiled before: the number of bodies does not grow with the number of layers.
+
+Contract: one compile serves every chunk length. Inductor's graph holds guards on the symbolic
+length; a length that breaks one (a single row, for instance) runs the traced graph uncompiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_private import inductor_compile
+from ..runtime.program import GradSlot
+from .extract_regions import Region
+from .trace_bodies import (
+    TracedBody,
+    trace_backward,
+    trace_forward,
+    trace_forward_backward,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileStats:
+    """Counters of one process' cache: region structures, and graphs compiled for them."""
+
+    bodies: int = 0
+    body_compiles: int = 0
+    captures: int = 0
+
+
+class Executable:
+    """One traced form, with its compiled code and the lengths that code is good for."""
+
+    def __init__(self, traced: TracedBody, codegen: str) -> None:
+        self.traced = traced
+        self.module = traced.module
+        self.symbols = symbol_positions(traced.inputs)
+        self.compiled: Callable[..., Any] | None = None
+        if codegen == "inductor":
+            self.compiled = inductor_compile(traced.module, traced.inputs, traced.mode)
+            self.guards = [
+                guard.expr for guard in traced.mode.shape_env.guards
+            ]
+            self.ranges = dict(traced.mode.shape_env.var_to_range)
+        self.allowed: dict[tuple[int, ...], bool] = {}
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Tensor]:
+        if self.compiled is not None and self.fits(inputs):
+            return list(self.compiled(*inputs))
+        return list(self.module(*inputs))
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether the compiled code's assumptions on sizes hold for these inputs."""
+        sizes = tuple(
+            inputs[i] if dim is None else inputs[i].shape[dim]
+            for i, dim, _ in self.symbols
+        )
+        known = self.allowed.get(sizes)
+        if known is None:
+            known = self.allowed[sizes] = self.check(sizes)
+            if not known:
+                log.info("sizes %s run uncompiled: outside the compiled graph's guards", sizes)
+        return known
+
+    def check(self, sizes: tuple[int, ...]) -> bool:
+        values = {}
+        for (_, _, expr), size in zip(self.symbols, sizes):
+            if expr.is_Symbol:
+                if values.setdefault(expr, size) != size:
+                    return False
+                bounds = self.ranges.get(expr)
+                if bounds is not None and not (bounds.lower <= size <= bounds.upper):
+                    return False
+        for (_, _, expr), size in zip(self.symbols, sizes):
+            if expr.subs(values) != size:
+                return False
+        return all(bool(guard.subs(values)) for guard in self.guards)
+
+
+def symbol_positions(inputs: Sequence[Any]) -> list[tuple[int, int | None, Any]]:
+    """Where a size symbol is read from: (input, dim or None, its expression)."""
+    found = []
+    for i, x in enumerate(inputs):
+        if isinstance(x, torch.SymInt):
+            found.append((i, None, x.node.expr))
+        elif isinstance(x, torch.Tensor):
+            for dim, size in enumerate(x.shape):
+                if isinstance(size, torch.SymInt):
+                    found.append((i, dim, size.node.expr))
+    return found
+
+
+class CompiledBody:
+    """A region structure's code; forms are traced and compiled when they are asked for."""
+
+    def __init__(self, region: Region, length: int, codegen: str, stats: CompileStats) -> None:
+        self.key = region.key
+        self.region = region
+        self.length = length
+        self.codegen = codegen
+        self.stats = stats
+        self.forms: dict[str, Executable] = {}
+
+    def prepare(self, form: str) -> Executable:
+        """Trace and compile ``form`` now (at compile time, not in the middle of a step)."""
+        if form not in self.forms:
+            trace = {
+                "forward": trace_forward,
+                "backward": trace_backward,
+                "forward_backward": trace_forward_backward,
+            }[form]
+            self.forms[form] = Executable(trace(self.region, self.length), self.codegen)
+            self.stats.body_compiles += 1
+        return self.forms[form]
+
+    def slots(self, form: str) -> tuple[GradSlot, ...]:
+        return self.forms[form].traced.grad_slots
+
+    def forward(self, inputs: Sequence[Any]) -> list[Tensor]:
+        return self.prepare("forward")(inputs)
+
+    def backward(self, inputs: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
+        return self.prepare("backward")([*inputs, *grads])
+
+    def forward_backward(self, inputs: Sequence[Any]) -> list[Tensor]:
+        return self.prepare("forward_backward")(inputs)
+
+
+class BodyCache:
+    """Bodies by structure; belongs to one optimized model (or backend call), never the process."""
+
+    def __init__(self, codegen: str) -> None:
+        self.codegen = codegen
+        self.bodies: dict[tuple[str, int], CompiledBody] = {}
+        self.stats = CompileStats()
+
+    def get(self, region: Region, length: int) -> CompiledBody:
+        key = (region.key, length)
+        if key not in self.bodies:
+            self.bodies[key] = CompiledBody(region, length, self.codegen, self.stats)
+            self.stats.bodies += 1
+        return self.bodies[key]

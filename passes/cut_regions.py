@@ -1,0 +1,259 @@
+"""Cut the graph at its attentions: what runs per chunk, and what is stored in between.
+
+In: the graph, its analysis, the attentions and mixers ("barriers": they need other tokens). Out: a
+:class:`Cut`: blocks in order, and between them the state, the values that are stored per token.
+
+Contract: everything at or after block k can be computed per token from ``state[k]``, the outputs of
+the barriers of block k and later, the small vectors, and the parameters. ``state[k + 1]`` can be
+computed from ``state[k]`` and the outputs of block k's barriers.
+
+Algorithm:
+1. level(node) = the largest number of barriers on a path to it; block k holds the barriers of level
+   k; what follows the LM head linear gets a level of its own, so that the head is a region.
+2. state[0] is the minimum vertex cut, in bytes per token, between the embeddings (or float inputs)
+   and everything that later levels read; state[k + 1] is the same with ``state[k]`` and block k's
+   outputs as sources. Light values (rotary tables) cost nothing: they are recomputed from vectors.
+   Among equal cuts the one nearest to the sources is taken (networkx returns that one).
+
+For a decoder the state is the residual stream. Source: networkx.minimum_cut (max-flow min-cut).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import sympy
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from ..errors import InvariantError
+from ..graph import Attention, Head, Mixer, NodeKind, is_tensor, size_expr, value_of
+from .find_token_axes import TokenAnalysis
+from .match_lm_head import find_head
+
+Barrier = Attention | Mixer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCut:
+    """One block: ``state_in`` -> pre -> barriers -> post -> ``state_out``."""
+
+    barriers: tuple[Barrier, ...]
+    state_in: tuple[Node, ...]
+    state_out: tuple[Node, ...]
+
+    @property
+    def barrier_inputs(self) -> tuple[Node, ...]:
+        found: dict[Node, None] = {}
+        for barrier in self.barriers:
+            for node in inputs_of(barrier):
+                found.setdefault(node)
+        return tuple(found)
+
+    @property
+    def barrier_outputs(self) -> tuple[Node, ...]:
+        return tuple(n for barrier in self.barriers for n in outputs_of(barrier))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The blocks, the entry state, and what the graph returns, by kind."""
+
+    entry: tuple[Node, ...]
+    blocks: tuple[BlockCut, ...]
+    head: Head | None
+    totals: tuple[Node, ...]
+    token_outputs: tuple[Node, ...]
+
+    @property
+    def exit(self) -> tuple[Node, ...]:
+        """The state the head region starts from."""
+        return self.blocks[-1].state_out if self.blocks else self.entry
+
+
+def inputs_of(barrier: Barrier) -> tuple[Node, ...]:
+    if isinstance(barrier, Attention):
+        return (barrier.q, barrier.k, barrier.v)
+    return barrier.inputs
+
+
+def outputs_of(barrier: Barrier) -> tuple[Node, ...]:
+    if isinstance(barrier, Attention):
+        return (barrier.node,)
+    return barrier.outputs
+
+
+def returned_nodes(graph: Graph) -> list[Any]:
+    """The graph's flat outputs: nodes and constants."""
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    return list(pytree.tree_leaves(output.args[0], is_leaf=lambda x: isinstance(x, Node)))
+
+
+def bytes_per_token(node: Node, symbol: sympy.Symbol) -> int:
+    """Bytes of a tensor for one token (other symbols, the batch, count as 1)."""
+    value = value_of(node)
+    total = sympy.Integer(value.dtype.itemsize)
+    for size in value.shape:
+        total *= size_expr(size)
+    return int(total.subs({s: 1 for s in total.free_symbols}))
+
+
+class Cutter:
+    """One graph's levels, and the minimum cuts between them."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        analysis: TokenAnalysis,
+        symbol: sympy.Symbol,
+        barriers: list[Barrier],
+        kept_outputs: list[Node],
+    ) -> None:
+        self.graph = graph
+        self.analysis = analysis
+        self.symbol = symbol
+        self.barriers = barriers
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.owner = {n: b for b in barriers for n in members_of(b)}
+        self.totals = [n for n in graph.nodes if analysis.kinds[n] is NodeKind.TOTAL]
+        self.kept = [n for n in kept_outputs if self.is_stored_kind(n)]
+        self.head = find_head(graph, analysis, self.totals, self.kept)
+        self.levels: dict[Node, int] = dict.fromkeys(graph.nodes, 0)
+        self.barrier_levels: dict[str, int] = {}
+        self.assign_levels()
+
+    def is_stored_kind(self, node: Node) -> bool:
+        """A value per token that must come from the chunks (light ones are recomputed)."""
+        kind = self.analysis.kinds[node]
+        return node not in self.analysis.light and (
+            kind in (NodeKind.TOKENWISE, NodeKind.ATTENTION)
+            or (kind is NodeKind.MIXER and len(self.analysis.axes.get(node, ())) == 1)
+        )
+
+    def use_level(self, node: Node) -> int:
+        barrier = self.owner.get(node)
+        if barrier is not None:
+            return self.barrier_levels.get(barrier.name, 0) + 1
+        return self.levels.get(node, 0)
+
+    def assign_levels(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for barrier in self.barriers:
+                level = max((self.use_level(x) for x in inputs_of(barrier)), default=0)
+                if self.barrier_levels.get(barrier.name) != level:
+                    self.barrier_levels[barrier.name] = level
+                    changed = True
+            for node in self.graph.nodes:
+                if node in self.owner:
+                    continue
+                level = max((self.use_level(x) for x in node.all_input_nodes), default=0)
+                if self.levels.get(node, 0) != level:
+                    self.levels[node] = level
+                    changed = True
+        self.depth = 1 + max(self.barrier_levels.values(), default=-1)
+        if self.head is not None:
+            after = {self.head.linear}
+            for node in self.graph.nodes:
+                if node in after or any(x in after for x in node.all_input_nodes):
+                    after.add(node)
+                    self.levels[node] = self.depth + 1
+
+    def read_later(self, node: Node, level: int) -> bool:
+        """Whether something after ``state[level]`` reads ``node``."""
+        if node in self.kept and self.use_level(node) <= self.depth:
+            return True
+        for user in node.users:
+            barrier = self.owner.get(user)
+            if barrier is not None:
+                if self.owner.get(node) is not barrier and (
+                    self.barrier_levels[barrier.name] >= level
+                ):
+                    return True
+            elif self.analysis.kinds[user] is NodeKind.TOTAL:
+                return True
+            elif self.is_stored_kind(user) and self.levels[user] > level:
+                return True
+        return False
+
+    def minimum_state(self, sources: list[Node], level: int) -> tuple[Node, ...]:
+        """The cheapest set of values per token from which everything later follows."""
+        network = nx.DiGraph()
+        pending, seen = list(sources), set(sources)
+        while pending:
+            node = pending.pop()
+            storable = is_tensor(node)
+            capacity = {"capacity": bytes_per_token(node, self.symbol)} if storable else {}
+            network.add_edge((node, "in"), (node, "out"), **capacity)
+            if self.read_later(node, level):
+                network.add_edge((node, "out"), "sink")
+            for user in node.users:
+                inside = user not in self.owner and self.is_stored_kind(user)
+                if not inside or self.levels[user] > level:
+                    continue
+                network.add_edge((node, "out"), (user, "in"))
+                if user not in seen:
+                    seen.add(user)
+                    pending.append(user)
+        for node in sources:
+            network.add_edge("source", (node, "in"))
+        if "sink" not in network or "source" not in network:
+            return ()
+        _, (near, far) = nx.minimum_cut(network, "source", "sink")
+        chosen = [n for n in seen if (n, "in") in near and (n, "out") in far]
+        return tuple(sorted(chosen, key=self.order.__getitem__))
+
+    def entry_sources(self) -> list[Node]:
+        """Float inputs, and what is first made per token from integers (embeddings)."""
+        found = []
+        for node in self.graph.nodes:
+            if node in self.owner or not self.is_stored_kind(node):
+                continue
+            if not any(
+                x in self.owner or self.is_stored_kind(x) for x in node.all_input_nodes
+            ):
+                found.append(node)
+        return found
+
+    def cut(self) -> Cut:
+        entry = self.minimum_state(self.entry_sources(), 0)
+        blocks: list[BlockCut] = []
+        state = entry
+        for level in range(self.depth):
+            barriers = tuple(
+                b for b in self.barriers if self.barrier_levels[b.name] == level
+            )
+            made = [n for b in barriers for n in outputs_of(b)]
+            after = self.minimum_state([*state, *made], level + 1)
+            blocks.append(BlockCut(barriers=barriers, state_in=state, state_out=after))
+            state = after
+        return Cut(
+            entry=entry,
+            blocks=tuple(blocks),
+            head=self.head,
+            totals=tuple(self.totals),
+            token_outputs=tuple(dict.fromkeys(self.kept)),
+        )
+
+
+def members_of(barrier: Barrier) -> tuple[Node, ...]:
+    return (barrier.node,) if isinstance(barrier, Attention) else barrier.nodes
+
+
+def cut_regions(
+    graph: Graph,
+    analysis: TokenAnalysis,
+    symbol: sympy.Symbol,
+    barriers: list[Barrier],
+    kept_outputs: list[Node],
+) -> Cut:
+    """Cut ``graph``; see the module docstring. ``kept_outputs`` must leave the program whole."""
+    cutter = Cutter(graph, analysis, symbol, barriers, kept_outputs)
+    cut = cutter.cut()
+    found = sum(len(block.barriers) for block in cut.blocks)
+    if found != len(barriers):
+        raise InvariantError(f"{len(barriers)} barriers, {found} in blocks")
+    return cut

@@ -1,0 +1,92 @@
+"""Group what cannot be chunked into mixers that run whole, one group at a time.
+
+In: the analysis, with nodes of kind MIXER. Out: :class:`Mixer` groups whose inputs and outputs have
+one token axis each, so that they can be gathered before and cut after.
+
+A group is a set of mixer nodes connected through values that are not per token (two token axes, or
+none), made convex: a node on a path between two members belongs to the group too, else the group
+would need its own output.
+
+Limits: a group whose result is not per token raises CantChunk (the whole graph then runs as it is).
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+from torch.fx import Graph, Node
+
+from ..errors import Rejection
+from ..graph import Mixer, NodeKind, is_tensor
+from .base import refuse, source_of
+from .find_token_axes import TokenAnalysis
+
+WIDE = (NodeKind.TOKENWISE, NodeKind.ATTENTION, NodeKind.MIXER, NodeKind.TOTAL, NodeKind.EPILOGUE)
+
+
+def find_mixers(graph: Graph, analysis: TokenAnalysis) -> list[Mixer]:
+    kinds = analysis.kinds
+    flow = nx.DiGraph()
+    for node in graph.nodes:
+        if kinds[node] in WIDE:
+            flow.add_node(node)
+            for x in node.all_input_nodes:
+                if kinds[x] in WIDE:
+                    flow.add_edge(x, node)
+    seeds = [n for n in graph.nodes if kinds[n] is NodeKind.MIXER]
+    together = nx.Graph()
+    together.add_nodes_from(seeds)
+    for node in seeds:
+        if not is_tensor(node) or len(analysis.axes.get(node, ())) != 1:
+            together.add_edges_from(
+                (node, user) for user in node.users if kinds.get(user) in WIDE
+            )
+    groups = [convex(flow, set(group)) for group in nx.connected_components(together)]
+    groups = merge_overlaps(flow, groups)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    groups.sort(key=lambda group: min(order[n] for n in group))
+    return [make_mixer(group, order, analysis) for group in groups]
+
+
+def convex(flow: nx.DiGraph, group: set[Node]) -> set[Node]:
+    """Add every node on a path from one member to another."""
+    after = set().union(*(nx.descendants(flow, n) for n in group))
+    before = set().union(*(nx.ancestors(flow, n) for n in group))
+    return group | (after & before)
+
+
+def merge_overlaps(flow: nx.DiGraph, groups: list[set[Node]]) -> list[set[Node]]:
+    merged: list[set[Node]] = []
+    for group in groups:
+        while hit := next((g for g in merged if g & group), None):
+            merged.remove(hit)
+            group = convex(flow, group | hit)
+        merged.append(group)
+    return merged
+
+
+def make_mixer(group: set[Node], order: dict[Node, int], analysis: TokenAnalysis) -> Mixer:
+    members = sorted(group, key=order.__getitem__)
+    first = next(n for n in members if n in analysis.reasons)
+    reason = analysis.reasons[first]
+    for node in members:
+        analysis.kinds[node] = NodeKind.MIXER
+    outputs = [n for n in members if any(user not in group for user in n.users)]
+    inputs: dict[Node, None] = {}
+    for node in members:
+        for x in node.all_input_nodes:
+            if x not in group:
+                inputs.setdefault(x)
+    change = "write it with operators that work token by token, or leave it: it runs whole"
+    for node in outputs:
+        axes = analysis.axes.get(node, ())
+        if not is_tensor(node) or len(axes) != 1:
+            raise refuse(first, f"{reason}, and its result is not one row a token", change)
+    return Mixer(
+        name=first.name,
+        nodes=tuple(members),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        rejection=Rejection(
+            op=str(first.target), source=source_of(first), reason=reason, change=change
+        ),
+    )

@@ -1,0 +1,284 @@
+"""Where the token axes are, and what each node is to the chunked program.
+
+In: the normalized graph and the sequence symbol s. Out: :class:`TokenAnalysis`: the token axes of
+every tensor node and its :class:`NodeKind`.
+
+Contract: a node is TOKENWISE only if a rule proved that its row t needs its inputs' rows t only.
+What no rule proves is a mixer, with the reason. Nodes computed from integer inputs alone ("light")
+are never stored: small ones are computed whole once a call (VECTOR), two-axis ones are mask graphs
+(MASK), float one-axis ones (rotary tables) are recomputed wherever they are needed (TOKENWISE).
+
+Algorithm, one walk in graph order:
+1. axes of placeholders from their shapes;
+2. for each call: the operator's rule gives axes, or a reason;
+3. sums over all tokens (losses) become totals, attention is told from batched products by where
+   the token axis is;
+4. totals that flow back into tokenwise work are mixers after all.
+
+Limits: one sequence symbol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from ..graph import Axes, NodeKind, TokenAxis, is_tensor, size_expr, value_of
+from . import token_rules_math  # noqa: F401  (registers its rules)
+from .token_rules import RULES, NotTokenwise, RuleContext, arg, op_name, pointwise_rule
+from .token_rules_math import loss_rows
+
+# A product whose contracted dimension is shorter than this is as cheap as a pointwise op (rotary
+# frequencies times positions contract over 1), so its result is recomputed, never stored.
+HEAVY_CONTRACTION = 16
+LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss")
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenAnalysis:
+    """``axes`` and ``kinds`` per node; ``reasons`` for every node no rule could prove."""
+
+    axes: Axes = field(default_factory=dict)
+    kinds: dict[Node, NodeKind] = field(default_factory=dict)
+    reasons: dict[Node, str] = field(default_factory=dict)
+    light: set[Node] = field(default_factory=set)
+
+    def kind(self, node: Node) -> NodeKind:
+        return self.kinds[node]
+
+
+def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
+    """The symbol that is the query length of attention, else the only dynamic dimension.
+
+    With a dynamic batch size there are several symbols; attention says which one is the sequence.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    symbols: set[sympy.Symbol] = set()
+    for node in inputs:
+        for size in value_of(node).shape:
+            symbols |= size_expr(size).free_symbols
+    counts: dict[sympy.Symbol, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and op_name(node) == "scaled_dot_product_attention":
+            size = size_expr(value_of(node.args[0]).shape[-2])
+            if size in symbols:
+                counts[size] = counts.get(size, 0) + 1
+    if counts:
+        return max(counts, key=lambda symbol: (counts[symbol], str(symbol)))
+    by_name = sorted(symbols, key=str)
+    return by_name[0] if len(by_name) == 1 else None
+
+
+def find_token_axes(graph: Graph, symbol: sympy.Symbol) -> TokenAnalysis:
+    """Analyze every node of ``graph``."""
+    analysis = TokenAnalysis()
+    ctx = RuleContext(symbol, analysis.axes)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            classify_input(ctx, analysis, node)
+        elif node.op == "output":
+            analysis.kinds[node] = NodeKind.OUTPUT
+        elif is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):
+            classify_call(ctx, analysis, node)
+        else:
+            analysis.kinds[node] = NodeKind.SYMBOL
+    demote_used_totals(analysis, graph)
+    return analysis
+
+
+def classify_input(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None:
+    if not is_tensor(node):
+        analysis.kinds[node] = NodeKind.SYMBOL
+        return
+    value = value_of(node)
+    try:
+        axes = ctx.axes_from_shape(ctx.shape(node))
+    except NotTokenwise as error:
+        analysis.reasons[node] = str(error)
+        axes = ()
+    analysis.axes[node] = axes
+    small = not value.is_floating_point() and not value.is_complex()
+    if len(axes) == 2:
+        analysis.kinds[node] = NodeKind.MASK
+        analysis.light.add(node)
+    elif not axes:
+        analysis.kinds[node] = NodeKind.STATE
+        if small:
+            analysis.light.add(node)
+    elif small or value.dim() <= 2:  # [B, S] floats are padding masks or weights of a loss
+        analysis.kinds[node] = NodeKind.VECTOR
+        if not node.meta.get("requires_grad", False):
+            analysis.light.add(node)
+        else:
+            analysis.kinds[node] = NodeKind.TOKENWISE
+    else:
+        analysis.kinds[node] = NodeKind.TOKENWISE
+
+
+def is_heavy(ctx: RuleContext, node: Node) -> bool:
+    name = op_name(node)
+    if name == "embedding":
+        return True
+    if name == "linear":
+        return ctx.shape(node.args[0])[-1] >= HEAVY_CONTRACTION
+    if name in ("matmul", "bmm", "mm", "baddbmm", "addmm"):
+        first = node.args[1] if name in ("baddbmm", "addmm") else node.args[0]
+        size = ctx.shape(first)[-1]
+        return ctx.has_symbol(size) or size >= HEAVY_CONTRACTION
+    return False
+
+
+def run_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    rule = RULES.get(op_name(node))
+    if rule is None:
+        target = node.target
+        tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+        if torch.Tag.pointwise not in tags:
+            raise NotTokenwise("the operator is not known to be tokenwise")
+        rule = pointwise_rule
+    axes = rule(ctx, node)
+    check_axes(ctx, node, axes)
+    return axes
+
+
+def check_axes(ctx: RuleContext, node: Node, axes: tuple[TokenAxis, ...]) -> None:
+    """The rule's axes must be exactly the dims whose size depends on s."""
+    if not is_tensor(node):
+        return
+    shape = ctx.shape(node)
+    sizes = {a.dim: a.outer * ctx.symbol * a.inner for a in axes}
+    for dim, size in enumerate(shape):
+        expected = sizes.get(dim)
+        if expected is None:
+            if ctx.has_symbol(size):
+                raise NotTokenwise(f"dimension {dim} has size {size}")
+        elif sympy.expand(expected - size) != 0:
+            raise NotTokenwise(f"dimension {dim} has size {size}, not {expected}")
+
+
+def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None:
+    kinds, sources = analysis.kinds, list(node.all_input_nodes)
+    source_kinds = {kinds[x] for x in sources}
+    light = all(x in analysis.light or kinds[x] is NodeKind.SYMBOL for x in sources if not
+                is_plain_state(analysis, x)) and not is_heavy(ctx, node)
+    touched = any(ctx.of(x) for x in sources) or has_token_size(ctx, node)
+    if not touched:
+        analysis.axes[node] = ()
+        if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}:
+            kinds[node] = NodeKind.EPILOGUE
+        elif light and any(x in analysis.light for x in sources):
+            kinds[node] = NodeKind.VECTOR
+            analysis.light.add(node)
+        else:
+            kinds[node] = NodeKind.STATE
+        return
+    try:
+        axes = run_rule(ctx, node)
+        proved = True
+    except NotTokenwise as error:
+        axes, proved = shape_axes(ctx, node), False
+        analysis.reasons[node] = str(error)
+    analysis.axes[node] = axes
+    if proved and uses_length_as_value(ctx, node):
+        proved = light
+        analysis.reasons[node] = "computes with the sequence length"
+    if light:
+        analysis.light.add(node)
+        kinds[node] = light_kind(node, axes, proved)
+    elif op_name(node) == "scaled_dot_product_attention" and not proved:
+        kinds[node] = NodeKind.ATTENTION
+    elif not proved and is_total(ctx, node):
+        kinds[node] = NodeKind.TOTAL
+    elif not proved or len(axes) != 1 or source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}:
+        kinds[node] = NodeKind.MIXER
+        analysis.reasons.setdefault(
+            node,
+            "has two token axes" if len(axes) == 2 else "uses a sum over all tokens",
+        )
+    else:
+        kinds[node] = NodeKind.TOKENWISE
+
+
+def is_plain_state(analysis: TokenAnalysis, node: Node) -> bool:
+    """A parameter or buffer (or what is made of them): does not make its user heavy."""
+    return analysis.kinds[node] is NodeKind.STATE and not node.meta.get("needs_grad", False)
+
+
+def light_kind(node: Node, axes: tuple[TokenAxis, ...], proved: bool) -> NodeKind:
+    if len(axes) == 2:
+        return NodeKind.MASK
+    value = value_of(node)
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and proved and axes:
+        return NodeKind.TOKENWISE
+    return NodeKind.VECTOR
+
+
+def has_token_size(ctx: RuleContext, node: Node) -> bool:
+    values = value_of(node)
+    values = values if isinstance(values, (tuple, list)) else [values]
+    return any(
+        ctx.has_symbol(size_expr(size))
+        for value in values
+        if isinstance(value, torch.Tensor)
+        for size in value.shape
+    )
+
+
+def shape_axes(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    """Axes read off the shape, for ops that run whole: their rows are in token order there."""
+    if not is_tensor(node):
+        return ()
+    return tuple(
+        TokenAxis(dim=dim)
+        for dim, size in enumerate(ctx.shape(node))
+        if size == ctx.symbol
+    )
+
+
+# Operators whose SymInt arguments are sizes of the result, so a chunk may put its own length there.
+SIZE_ARGUMENTS = frozenset(
+    "view reshape _unsafe_view expand broadcast_to unflatten zeros ones full empty new_zeros "
+    "new_ones new_full new_empty slice narrow repeat split_with_sizes arange".split()
+)
+
+
+def uses_length_as_value(ctx: RuleContext, node: Node) -> bool:
+    """Whether a size that depends on s enters the arithmetic, where the global one is meant."""
+    if op_name(node) in SIZE_ARGUMENTS:
+        return False
+    return any(
+        isinstance(x.meta.get("val"), torch.SymInt)
+        and ctx.has_symbol(x.meta["val"].node.expr)
+        for x in node.all_input_nodes
+    )
+
+
+def is_total(ctx: RuleContext, node: Node) -> bool:
+    """A sum whose parts over chunks add up: a summed loss, or a sum over dims with the token one."""
+    if not is_tensor(node) or any(ctx.has_symbol(size) for size in ctx.shape(node)):
+        return False
+    name = op_name(node)
+    if name in LOSSES and int(arg(node, 3, "reduction", 1)) == 2:
+        try:
+            axes = loss_rows(ctx, node.args[0], node.args[1])
+        except NotTokenwise:
+            return False
+        return len(axes) == 1
+    if name != "sum":
+        return False
+    others = [x for x in node.all_input_nodes if x is not node.args[0]]
+    return len(ctx.of(node.args[0])) == 1 and not others
+
+
+def demote_used_totals(analysis: TokenAnalysis, graph: Graph) -> None:
+    """A total that feeds tokenwise work again is a mixer: its group runs whole."""
+    kinds = analysis.kinds
+    for node in reversed(list(graph.nodes)):
+        if kinds[node] in (NodeKind.TOTAL, NodeKind.EPILOGUE) and any(
+            kinds[user] is NodeKind.MIXER for user in node.users
+        ):
+            kinds[node] = NodeKind.MIXER
+            analysis.reasons.setdefault(node, "is a sum over all tokens used per token")

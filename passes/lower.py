@@ -1,0 +1,339 @@
+"""From a cut graph to a :class:`ChunkProgram`: regions become compiled bodies, the rest by name.
+
+In: the captured graph, its analysis and cut, the body cache and the plan's lengths. Out: the
+program. Regions of identical structure share one compiled body; what is small runs whole before the
+chunks (prologue: vectors from integer inputs) or after them (epilogue: from the totals).
+
+Contract: every output of the captured graph is in the program: whole, per token, constant, or
+dropped by the caller's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph import Attention, CapturedGraph, Mixer, NodeKind, TokenAxis, is_tensor, size_expr
+from ..graph import value_of
+from ..runtime.program import (
+    AttentionCall,
+    BlockProgram,
+    ChunkProgram,
+    MixerCall,
+    Operand,
+    OperandKind,
+    OutputKind,
+    OutputSpec,
+    RegionCall,
+    Result,
+)
+from .compile_bodies import BodyCache
+from .cut_regions import BlockCut, Cut, inputs_of, returned_nodes
+from .extract_regions import Region, RegionExtractor
+from .find_token_axes import TokenAnalysis
+
+
+class Lowering:
+    """Lowers one captured graph."""
+
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        analysis: TokenAnalysis,
+        cut: Cut,
+        dropped: set[Node],
+        cache: BodyCache,
+        *,
+        chunk_len: int,
+        head_len: int,
+    ) -> None:
+        assert captured.token_symbol is not None
+        self.captured = captured
+        self.graph = captured.module.graph
+        self.analysis = analysis
+        self.cut = cut
+        self.dropped = dropped
+        self.cache = cache
+        self.chunk_len = chunk_len
+        self.head_len = head_len
+        self.extractor = RegionExtractor(self.graph, analysis, captured.token_symbol)
+        self.vectors: dict[Node, None] = {}
+        self.regions: list[tuple[RegionCall, Region]] = []
+        self.train = captured.grad_enabled and any(captured.requires_grad)
+
+    def needs_grad(self, node: Node) -> bool:
+        return self.train and bool(node.meta.get("needs_grad", False))
+
+    # regions ------------------------------------------------------------------
+
+    def region(
+        self, label: str, outputs: Sequence[Node], stops: Iterable[Node], length: int
+    ) -> tuple[RegionCall, Region] | None:
+        if not outputs:
+            return None
+        region = self.extractor.extract(outputs, set(stops))
+        for source, operand in zip(region.sources, region.operands, strict=True):
+            if operand.kind in (OperandKind.VECTOR, OperandKind.WHOLE):
+                self.vectors.setdefault(source)
+        call = RegionCall(
+            label=label,
+            body=self.cache.get(region, length),
+            operands=region.operands,
+            results=tuple(self.result(n) for n in outputs),
+        )
+        self.regions.append((call, region))
+        return call, region
+
+    def result(self, node: Node) -> Result:
+        axes = self.analysis.axes.get(node, ())
+        return Result(
+            name=node.name,
+            axis=axes[0] if axes else None,
+            needs_grad=self.needs_grad(node),
+        )
+
+    def compiled(
+        self, label: str, outputs: Sequence[Node], stops: Iterable[Node]
+    ) -> RegionCall | None:
+        """A region of a block (or the entry), with the forms training needs compiled now."""
+        made = self.region(label, outputs, stops, self.chunk_len)
+        if made is None:
+            return None
+        call, _ = made
+        call.body.prepare("forward")
+        if self.train and call.needs_backward:
+            call.body.prepare("backward")
+        return call
+
+    def block(self, index: int, cut: BlockCut) -> BlockProgram:
+        state_in, made = set(cut.state_in), set(cut.barrier_outputs)
+        before = [
+            n
+            for n in cut.barrier_inputs
+            if n not in state_in
+            and n.op != "placeholder"
+            and self.analysis.kinds[n] is NodeKind.TOKENWISE
+        ]
+        after = [n for n in cut.state_out if n not in state_in and n not in made]
+        return BlockProgram(
+            index=index,
+            pre=self.compiled("pre", before, state_in),
+            attentions=tuple(
+                self.attention(b) for b in cut.barriers if isinstance(b, Attention)
+            ),
+            mixers=tuple(self.mixer(b) for b in cut.barriers if isinstance(b, Mixer)),
+            post=self.compiled("post", after, state_in | made),
+            state_in=tuple(n.name for n in cut.state_in),
+            state_out=tuple(n.name for n in cut.state_out),
+        )
+
+    def attention(self, record: Attention) -> AttentionCall:
+        if record.mask is not None:
+            by_name = {n.name: n for n in self.graph.nodes}
+            for leaf in record.mask.leaves:
+                self.vectors.setdefault(by_name[leaf.name])
+        for node in (record.q, record.k, record.v):
+            if self.analysis.kinds[node] is NodeKind.VECTOR:
+                self.vectors.setdefault(node)
+        return AttentionCall(
+            name=record.name,
+            q=record.q.name,
+            k=record.k.name,
+            v=record.v.name,
+            mask=record.mask,
+            is_causal=record.is_causal,
+            scale=record.scale,
+            dtype=value_of(record.node).dtype,
+            needs_grad=self.needs_grad(record.node),
+        )
+
+    def mixer(self, record: Mixer) -> MixerCall:
+        operands = []
+        for node in record.inputs:
+            axes = self.analysis.axes.get(node, ())
+            kind = self.analysis.kinds[node]
+            where, size = OperandKind.STATE, None
+            if kind is NodeKind.SYMBOL:
+                where, size = OperandKind.SYMBOL, size_expr(value_of(node))
+            elif kind in (NodeKind.VECTOR, NodeKind.MASK):
+                where = OperandKind.WHOLE
+                self.vectors.setdefault(node)
+            elif axes:
+                where = OperandKind.TOKEN
+            elif node.op != "placeholder":
+                where = OperandKind.WHOLE
+                self.vectors.setdefault(node)
+            operands.append(
+                Operand(
+                    kind=where,
+                    name=node.name,
+                    axis=axes[0] if len(axes) == 1 else None,
+                    needs_grad=self.needs_grad(node) and where is not OperandKind.WHOLE,
+                    size=size,
+                )
+            )
+        module = self.whole_graph(record.outputs, record.inputs)
+        return MixerCall(
+            name=record.name,
+            run=lambda flat: list(module(*flat)),
+            operands=tuple(operands),
+            results=tuple(self.result(n) for n in record.outputs),
+        )
+
+    # what runs whole ------------------------------------------------------------
+
+    def whole_graph(self, outputs: Sequence[Node], inputs: Sequence[Node]) -> GraphModule:
+        """The part of the captured graph between ``inputs`` and ``outputs``, as it is."""
+        members: set[Node] = set()
+        pending = [n for n in outputs if n not in inputs]
+        while pending:
+            node = pending.pop()
+            if node not in members and node not in inputs:
+                members.add(node)
+                pending.extend(node.all_input_nodes)
+        part, copies = Graph(), {}
+        for node in inputs:
+            copies[node] = part.placeholder(node.name)
+        for node in self.graph.nodes:
+            if node in members:
+                copies[node] = part.node_copy(node, lambda x: copies[x])
+        part.output([copies[n] for n in outputs])
+        return GraphModule({}, part)
+
+    def by_name(
+        self, outputs: Sequence[Node], given: Iterable[Node]
+    ) -> Callable[[dict[str, Any]], list[Any]]:
+        """``outputs`` from graph inputs and ``given`` values, called with a dict of names."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        inputs = list(dict.fromkeys([*placeholders, *given]))
+        module = self.whole_graph(outputs, inputs)
+        used = [n for n in module.graph.nodes if n.op == "placeholder" and n.users]
+        names = {n.name for n in used} | {
+            n.name for n in outputs if n in set(inputs)
+        }
+        for node in list(module.graph.nodes):
+            if node.op == "placeholder" and node.name not in names:
+                module.graph.erase_node(node)
+        module.recompile()
+        order = [n.target for n in module.graph.nodes if n.op == "placeholder"]
+        return lambda values: list(module(*(values[name] for name in order)))
+
+    def outputs(self) -> tuple[list[OutputSpec], list[Node]]:
+        """Specs of the graph's outputs, and the nodes the epilogue must return."""
+        specs, whole = [], []
+        token_outputs = set(self.cut.token_outputs)
+        for leaf in returned_nodes(self.graph):
+            if not isinstance(leaf, Node):
+                specs.append(OutputSpec(kind=OutputKind.CONSTANT, constant=leaf))
+            elif leaf in self.dropped:
+                value = value_of(leaf)
+                specs.append(
+                    OutputSpec(
+                        kind=OutputKind.DROPPED,
+                        name=leaf.name,
+                        shape=tuple(size_expr(s) for s in value.shape),
+                        dtype=value.dtype,
+                    )
+                )
+            elif leaf in token_outputs:
+                specs.append(OutputSpec(kind=OutputKind.TOKEN, name=leaf.name))
+            else:
+                specs.append(OutputSpec(kind=OutputKind.WHOLE, name=leaf.name))
+                whole.append(leaf)
+        return specs, list(dict.fromkeys(whole))
+
+    def lower(self) -> ChunkProgram:
+        entry = self.compiled(
+            "entry", [n for n in self.cut.entry if n.op != "placeholder"], ()
+        )
+        blocks = tuple(self.block(i, b) for i, b in enumerate(self.cut.blocks))
+        specs, whole = self.outputs()
+        head, one_pass = self.lower_head()
+        # Whole outputs that do not come from totals are vectors; those that do end the program.
+        given = set(self.cut.totals)
+        for node in self.light_ancestors(whole, given):
+            self.vectors.setdefault(node)
+        vectors = [n for n in self.vectors if n.op != "placeholder"]
+        return ChunkProgram(
+            input_names=tuple(n.name for n in self.graph.nodes if n.op == "placeholder"),
+            prologue=self.by_name(vectors, ()) if vectors else None,
+            vector_names=tuple(n.name for n in vectors),
+            entry=entry,
+            entry_state=tuple(n.name for n in self.cut.entry),
+            blocks=blocks,
+            head=head,
+            one_pass=one_pass,
+            epilogue=self.by_name(whole, [*given, *vectors]) if whole else None,
+            epilogue_outputs=tuple(n.name for n in whole),
+            outputs=tuple(specs),
+            token_symbol=self.captured.token_symbol,
+            axes=self.value_axes(),
+            needs_grad={n.name: self.needs_grad(n) for n in self.graph.nodes if is_tensor(n)},
+            symbol_sources=symbol_sources(self.graph),
+        )
+
+    def light_ancestors(self, outputs: Sequence[Node], given: set[Node]) -> list[Node]:
+        """Vectors the epilogue reads."""
+        found: dict[Node, None] = {}
+        seen: set[Node] = set()
+        pending = list(outputs)
+        while pending:
+            node = pending.pop()
+            if node in seen or node in given:
+                continue
+            seen.add(node)
+            if node in self.analysis.light and is_tensor(node):
+                found.setdefault(node)
+                continue
+            pending.extend(node.all_input_nodes)
+        return list(found)
+
+    def lower_head(self) -> tuple[RegionCall | None, bool]:
+        outputs = [*self.cut.totals, *self.cut.token_outputs]
+        made = self.region("head", outputs, self.cut.exit, self.head_len)
+        if made is None:
+            return None, False
+        call, _ = made
+        differentiable = [n for n in outputs if self.needs_grad(n)]
+        one_pass = (
+            len(differentiable) == 1
+            and differentiable[0] in self.cut.totals
+            and value_of(differentiable[0]).dim() == 0
+            and any(o.needs_grad for o in call.operands)
+        )
+        if not self.train or not call.needs_backward:
+            call.body.prepare("forward")
+        elif one_pass:
+            call.body.prepare("forward_backward")
+        else:
+            call.body.prepare("forward")
+            call.body.prepare("backward")
+        return call, one_pass
+
+    def value_axes(self) -> dict[str, TokenAxis]:
+        return {
+            node.name: axes[0]
+            for node, axes in self.analysis.axes.items()
+            if len(axes) == 1
+        }
+
+
+def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """Where each size symbol is read from at a call: (input number, dim or None)."""
+    found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+        value = value_of(node)
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if size_expr(size).is_Symbol:
+                    found.setdefault(size_expr(size), (index, dim))
+        elif isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            found.setdefault(value.node.expr, (index, None))
+    return found
+
+
+__all__ = ["Lowering", "inputs_of"]

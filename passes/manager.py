@@ -1,0 +1,192 @@
+"""The order of the passes, and the one place where CantChunk is caught.
+
+In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or ``explain``)
+reads. Order: ``normalize`` first, because every later pass has fewer cases; ``fold_repeat_kv``
+before attention is matched, so that G heads are stored; then axes, attention, mixers, cut and plan,
+each of which reads what the ones before it found.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from ..config import FpdtConfig
+from ..debug import op_counts, record_stage
+from ..errors import CantChunk, InvariantError, Rejection
+from ..graph import Attention, CapturedGraph, FeedForward, Mixer, NodeKind, is_tensor, value_of
+from ..plan import ChunkPlan
+from .base import GraphPass, PassContext
+from .cut_regions import Cut, cut_regions, returned_nodes
+from .find_mixers import find_mixers
+from .find_token_axes import TokenAnalysis, find_token_axes
+from .fold_repeat_kv import FoldRepeatKV
+from .match_attention import find_attentions
+from .match_feed_forward import find_feed_forwards
+from .match_lm_head import find_head
+from .normalize import Normalize
+from .plan_chunks import plan_chunks
+from .verify import verify_graph
+
+log = logging.getLogger(__name__)
+
+
+def rewriting_passes() -> list[GraphPass]:
+    """In order; see the module docstring for why."""
+    return [Normalize(), FoldRepeatKV()]
+
+
+@dataclass(kw_only=True, slots=True)
+class Analysis:
+    """What was found in one captured graph. ``cut`` is None when the graph runs as it is."""
+
+    captured: CapturedGraph
+    tokens: TokenAnalysis | None = None
+    attentions: list[Attention] = field(default_factory=list)
+    mixers: list[Mixer] = field(default_factory=list)
+    feed_forwards: list[FeedForward] = field(default_factory=list)
+    cut: Cut | None = None
+    plan: ChunkPlan | None = None
+    dropped: set[Node] = field(default_factory=set)
+    rejections: list[Rejection] = field(default_factory=list)
+    num_found: int = 0
+
+
+def analyze(captured: CapturedGraph, config: FpdtConfig) -> Analysis:
+    """Run every pass up to the plan. With ``config.strict`` the first refusal is raised."""
+    result = Analysis(captured=captured)
+    try:
+        run_passes(captured, config)
+        find_everything(captured, config, result)
+    except CantChunk as error:
+        if config.strict:
+            raise
+        result.rejections.append(error.rejection)
+        result.cut = None
+    if config.strict and result.rejections:
+        raise CantChunk(result.rejections[0])
+    return result
+
+
+def run_passes(captured: CapturedGraph, config: FpdtConfig) -> None:
+    names = [p.name for p in rewriting_passes()]
+    for name in config.disable_passes:
+        if name not in names:
+            raise ValueError(
+                f"disable_passes={config.disable_passes!r}: allowed are {', '.join(names)}"
+            )
+    ctx = PassContext(fuel=config.max_rewrites)
+    for graph_pass in rewriting_passes():
+        if graph_pass.name in config.disable_passes:
+            continue
+        before, start = op_counts(captured.module), time.perf_counter()
+        count = graph_pass.run(captured, ctx)
+        verify_graph(captured, graph_pass.name)
+        after = op_counts(captured.module)
+        log.debug(
+            "%s: %d rewrites in %.3f s, ops %s",
+            graph_pass.name,
+            count,
+            time.perf_counter() - start,
+            difference(before, after),
+        )
+        record_stage(graph_pass.name, captured.module)
+
+
+def difference(before: Counter[str], after: Counter[str]) -> dict[str, int]:
+    names = {*before, *after}
+    return {n: after[n] - before[n] for n in sorted(names) if after[n] != before[n]}
+
+
+def find_everything(
+    captured: CapturedGraph, config: FpdtConfig, result: Analysis
+) -> None:
+    graph, symbol = captured.module.graph, captured.token_symbol
+    if symbol is None:
+        raise CantChunk(
+            Rejection(
+                op="graph",
+                source="unknown",
+                reason="no input dimension is known to be the dynamic token dimension",
+                change="mark it dynamic (token_dims=, or dynamic=True with the fpdt backend), and "
+                "do not specialize it to a number",
+            )
+        )
+    tokens = result.tokens = find_token_axes(graph, symbol)
+    nodes = list(graph.nodes)
+    found = [n for n in nodes if tokens.kinds[n] is NodeKind.ATTENTION]
+    result.num_found = len(found)
+    result.attentions, refused = find_attentions(nodes, tokens)
+    result.rejections.extend(error.rejection for error in refused)
+    result.feed_forwards = find_feed_forwards(graph, tokens)
+    result.mixers = find_mixers(graph, tokens)
+    swallowed = {n for mixer in result.mixers for n in mixer.nodes}
+    result.attentions = [a for a in result.attentions if a.node not in swallowed]
+    known = {rejection.source for rejection in result.rejections}
+    result.rejections.extend(
+        m.rejection for m in result.mixers if m.rejection.source not in known
+    )
+    result.dropped = dropped_outputs(captured, config, tokens, result.attentions)
+    kept = [
+        n
+        for n in returned_nodes(graph)
+        if isinstance(n, Node) and n not in result.dropped
+    ]
+    barriers = [*result.attentions, *result.mixers]
+    result.cut = cut_regions(graph, tokens, symbol, barriers, kept)
+    if not result.attentions:
+        result.rejections.append(
+            Rejection(
+                op="graph",
+                source="unknown",
+                reason="no attention over the token axis was found",
+                change="nothing, if the model has none; else see the other rejections",
+            )
+        )
+    rejected = sum(n in swallowed for n in found)
+    if len(found) != len(result.attentions) + rejected:
+        raise InvariantError("attentions found are not the ones rewritten and rejected")
+    result.plan = plan_chunks(graph, tokens, result.cut, symbol, config)
+
+
+def dropped_outputs(
+    captured: CapturedGraph,
+    config: FpdtConfig,
+    tokens: TokenAnalysis,
+    attentions: list[Attention],
+) -> set[Node]:
+    """Outputs that training does not need: what follows the LM head, and keys and values.
+
+    Only when a loss is returned and gradients are enabled, and only with ``outputs="auto"``.
+    """
+    graph = captured.module.graph
+    returned = [n for n in returned_nodes(graph) if isinstance(n, Node)]
+    losses = [
+        n
+        for n in returned
+        if tokens.kinds[n] in (NodeKind.TOTAL, NodeKind.EPILOGUE)
+        and value_of(n).dim() == 0
+        and n.meta.get("needs_grad", False)
+    ]
+    if config.outputs != "auto" or not captured.grad_enabled or not losses:
+        return set()
+    totals = [n for n in graph.nodes if tokens.kinds[n] is NodeKind.TOTAL]
+    head = find_head(graph, tokens, totals, [])
+    after: set[Node] = set()
+    if head is not None:
+        after = {head.linear}
+        for node in graph.nodes:
+            if any(x in after for x in node.all_input_nodes):
+                after.add(node)
+    caches = {x for a in attentions for x in (a.k, a.v)}
+    return {
+        n
+        for n in returned
+        if is_tensor(n)
+        and tokens.kinds[n] is NodeKind.TOKENWISE
+        and (n in after or n in caches)
+    }

@@ -1,0 +1,115 @@
+"""Attention in the captured graph as :class:`Attention` records.
+
+In: the graph with its token axes. Out: an Attention for each ``scaled_dot_product_attention`` whose
+sequence dimension is the token axis; one that has no chunked form becomes a mixer, with the reason.
+
+Contract: matching never changes the graph. Everything of the call is read (keywords too): mask,
+causal flag, scale, dropout, grouped heads.
+
+Limits: q, k and v share one token axis (self-attention).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..errors import CantChunk
+from ..graph import Attention, MaskGraph, NodeKind, is_tensor, size_expr, value_of
+from .analyze_masks import find_mask_graph
+from .base import refuse
+from .find_token_axes import TokenAnalysis
+from .token_rules import arg
+
+
+def match_attention(
+    node: Node, analysis: TokenAnalysis, masks: dict[Node, MaskGraph]
+) -> Attention:
+    """The record of one SDPA node; raises CantChunk. ``masks`` shares equal masks."""
+    q, k, v = (arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = arg(node, 3, "attn_mask")
+    dropout_p = float(arg(node, 4, "dropout_p", 0.0))
+    is_causal = bool(arg(node, 5, "is_causal", False))
+    scale = arg(node, 6, "scale")
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        check_operand(node, name, x, analysis)
+    heads, groups = (size_expr(value_of(x).shape[1]) for x in (q, k))
+    if size_expr(value_of(v).shape[1]) != groups or heads % groups != 0:
+        raise refuse(node, f"has {heads} query and {groups} key heads", "use H a multiple of G")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise refuse(node, "has a scale that is computed", "pass the scale as a number")
+    if dropout_p > 0.0:
+        raise refuse(
+            node,
+            f"drops attention weights (p = {dropout_p})",
+            "set the attention dropout to 0 or call model.eval()",
+        )
+    if isinstance(mask, Node):
+        if is_causal:
+            raise refuse(node, "has a mask and is_causal", "give one of them")
+        check_mask(node, mask, analysis)
+        if mask not in masks:
+            masks[mask] = find_mask_graph(mask, analysis.axes)
+    return Attention(
+        name=node.name,
+        node=node,
+        q=q,
+        k=k,
+        v=v,
+        mask=masks[mask] if isinstance(mask, Node) else None,
+        is_causal=is_causal,
+        scale=None if scale is None else float(scale),
+        dropout_p=dropout_p,
+    )
+
+
+def check_operand(node: Node, name: str, x: object, analysis: TokenAnalysis) -> None:
+    if not isinstance(x, Node) or not is_tensor(x):
+        raise refuse(node, f"has no {name} tensor", "pass tensors")
+    rank, axes = value_of(x).dim(), analysis.axes.get(x, ())
+    if rank != 4:
+        raise refuse(node, f"has a {name} of {rank} dimensions", "use [B, H, S, D]")
+    if len(axes) != 1 or axes[0].dim != 2 or not axes[0].plain:
+        raise refuse(
+            node,
+            f"has its tokens elsewhere than in dimension 2 of the {name}",
+            "use [B, H, S, D] with one sequence length for query, key and value",
+        )
+    if analysis.kinds[x] not in (
+        NodeKind.TOKENWISE,
+        NodeKind.ATTENTION,
+        NodeKind.MIXER,
+        NodeKind.VECTOR,
+    ):
+        raise refuse(node, f"has a {name} that is not computed per token", "compute it per token")
+
+
+def check_mask(node: Node, mask: Node, analysis: TokenAnalysis) -> None:
+    if analysis.kinds[mask] not in (NodeKind.MASK, NodeKind.VECTOR, NodeKind.STATE):
+        raise refuse(
+            node,
+            "has a mask that depends on the hidden states",
+            "make the mask from positions, document ids or padding flags",
+        )
+    value = value_of(mask)
+    if value.dtype is not torch.bool and not value.is_floating_point():
+        raise refuse(node, f"has a mask of dtype {value.dtype}", "use a bool or float mask")
+
+
+def find_attentions(
+    nodes: list[Node], analysis: TokenAnalysis
+) -> tuple[list[Attention], list[CantChunk]]:
+    """Every attention in graph order, and the refusals of those that run whole as mixers."""
+    masks: dict[Node, MaskGraph] = {}
+    found: list[Attention] = []
+    refused: list[CantChunk] = []
+    for node in nodes:
+        if analysis.kinds[node] is not NodeKind.ATTENTION:
+            continue
+        try:
+            found.append(match_attention(node, analysis, masks))
+        except CantChunk as error:
+            refused.append(error)
+            analysis.kinds[node] = NodeKind.MIXER
+            analysis.reasons[node] = error.rejection.reason
+    return found, refused

@@ -1,0 +1,264 @@
+"""Rewrite the captured graph to fewer forms, so that later passes have fewer cases.
+
+In: the graph as captured. Out: the same values, with
+
+1. in-place operators replaced by their functional form (refused where a view of the target is
+   alive: the rewrite would change what that view sees);
+2. operators that do nothing erased (``to`` the same dtype and device, whole slices, ``contiguous``,
+   dropout that is off, expands to the same shape), ``view`` made ``reshape`` so that erasing a
+   ``contiguous`` cannot break it;
+3. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from ..graph import CapturedGraph, is_tensor, size_expr, value_of
+from .base import GraphPass, insert_call, refuse
+from .find_token_axes import LOSSES
+from .token_rules import arg, op_name
+
+aten = torch.ops.aten
+MODE_CALLS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+LOSS_IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    node: Node
+    apply: Callable[[CapturedGraph, Node], None]
+
+
+class Normalize(GraphPass):
+    name = "normalize"
+
+    def find(self, captured: CapturedGraph) -> Iterable[Rewrite]:
+        symbol = captured.token_symbol
+        calls = [n for n in captured.module.graph.nodes if n.op == "call_function"]
+        # Mutations go first: erasing the clone that a write was made safe by would undo it.
+        for node in calls:
+            if is_mutation(node):
+                yield Rewrite(node, functionalize)
+        for node in calls:
+            if is_mutation(node):
+                continue
+            if getattr(node.target, "__name__", "") in MODE_CALLS:
+                yield Rewrite(node, erase_effect)  # its state is in each node's meta
+            elif node.target is aten.sym_size.int and node.args[0].op != "placeholder":
+                yield Rewrite(node, size_from_input)
+            elif does_nothing(node):
+                yield Rewrite(node, replace_by_input)
+            elif node.target is aten.view.default:
+                yield Rewrite(node, view_to_reshape)
+            elif symbol is not None and is_mean_loss(node, symbol):
+                yield Rewrite(node, split_mean_loss)
+            elif symbol is not None and is_token_mean(node, symbol):
+                yield Rewrite(node, split_mean)
+
+    def apply(self, captured: CapturedGraph, match: Rewrite) -> None:
+        match.apply(captured, match.node)
+
+
+def erase_effect(captured: CapturedGraph, node: Node) -> None:
+    """Erase an enter/exit call; an exit takes its enter as input, so enters go last."""
+    if not node.users:
+        node.graph.erase_node(node)
+    else:
+        node.replace_all_uses_with(None)
+        node.graph.erase_node(node)
+
+
+def is_mutation(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node's result may share memory with its input."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", "") == "getitem"
+    return any(r.alias_info is not None for r in target._schema.returns) or op_name(node) in (
+        "reshape",
+        "contiguous",
+        "to",
+        "flatten",
+        "expand_as",
+        "type_as",
+    )
+
+
+def functionalize(captured: CapturedGraph, node: Node) -> None:
+    """``x.add_(y)`` becomes ``z = x.add(y)``; later uses of x become uses of z."""
+    name, target = op_name(node), node.args[0]
+    change = f"write the {name} out of place in the model"
+    if not name.endswith("_") or not isinstance(target, Node):
+        raise refuse(node, "writes into a tensor", change)
+    if target.op == "placeholder" or is_view(target):
+        raise refuse(node, "writes into an input or into a view of another tensor", change)
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    if any(is_view(user) and any(order[u] > order[node] for u in user.users)
+           for user in target.users if user is not node):
+        raise refuse(node, "writes into a tensor that a view of is used later", change)
+    packet = getattr(aten, name[:-1], None)
+    overload = node.target._overloadname
+    if packet is None or overload not in packet.overloads():
+        raise refuse(node, "has no out-of-place form", change)
+    with node.graph.inserting_before(node):
+        new = insert_call(
+            node.graph, getattr(packet, overload), node.args, dict(node.kwargs), node
+        )
+        wanted = value_of(node).dtype
+        if value_of(new).dtype != wanted:
+            new = insert_call(node.graph, aten.to.dtype, (new, wanted), {}, node)
+    new.meta["needs_grad"] = node.meta.get("needs_grad", False)
+    for user in list(target.users):
+        if order.get(user, -1) > order[node]:
+            user.replace_input_with(target, new)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def does_nothing(node: Node) -> bool:
+    name = op_name(node)
+    x = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if x is None or not is_tensor(node) or not is_tensor(x):
+        return False
+    before, after = value_of(x), value_of(node)
+    same_type = before.dtype == after.dtype and before.device == after.device
+    same_shape = [size_expr(s) for s in before.shape] == [size_expr(s) for s in after.shape]
+    if name in ("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "lift_fresh"):
+        return same_type
+    if name in ("expand", "expand_as", "slice", "narrow", "view_as"):
+        return same_type and same_shape and (name != "slice" or arg(node, 4, "step", 1) == 1)
+    if name in ("dropout", "feature_dropout", "alpha_dropout"):
+        return not arg(node, 2, "train") or arg(node, 1, "p") == 0.0
+    if name in ("add", "sub") and node.args[1:] == (0,):
+        return same_type
+    if name in ("mul", "div") and len(node.args) == 2 and type(node.args[1]) in (int, float):
+        return node.args[1] == 1 and same_type
+    return False
+
+
+def replace_by_input(captured: CapturedGraph, node: Node) -> None:
+    node.replace_all_uses_with(node.args[0])
+    node.graph.erase_node(node)
+
+
+def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
+    node.target = aten.reshape.default
+
+
+def has_symbol(node: Node, symbol: sympy.Symbol) -> bool:
+    return any(symbol in size_expr(s).free_symbols for s in value_of(node).shape)
+
+
+def is_mean_loss(node: Node, symbol: sympy.Symbol) -> bool:
+    """A mean classification loss over tokens whose count is the labels that are not ignored."""
+    if op_name(node) not in LOSSES or int(arg(node, 3, "reduction", 1)) != 1:
+        return False
+    labels, weight = node.args[1], arg(node, 2, "weight")
+    return (
+        weight is None
+        and not value_of(labels).is_floating_point()
+        and has_symbol(labels, symbol)
+    )
+
+
+def split_mean_loss(captured: CapturedGraph, node: Node) -> None:
+    """mean = sum over rows / number of rows whose label is not ``ignore_index``."""
+    graph, args, kwargs = node.graph, list(node.args), dict(node.kwargs)
+    if len(args) > 3:
+        args[3] = 2
+    else:
+        kwargs["reduction"] = 2
+    ignored = arg(node, 4, "ignore_index", LOSS_IGNORE_INDEX)
+    with graph.inserting_before(node):
+        total = insert_call(graph, node.target, tuple(args), kwargs, node)
+        counted = insert_call(graph, aten.ne.Scalar, (args[1], ignored), {}, node)
+        count = insert_call(graph, aten.sum.default, (counted,), {}, node)
+        mean = insert_call(graph, aten.div.Tensor, (total, count), {}, node)
+    replace_keeping_grad(node, mean, [total, mean])
+
+
+def is_token_mean(node: Node, symbol: sympy.Symbol) -> bool:
+    """A float mean whose result no longer has the token axis its input had."""
+    return (
+        op_name(node) == "mean"
+        and has_symbol(node.args[0], symbol)
+        and not has_symbol(node, symbol)
+    )
+
+
+def split_mean(captured: CapturedGraph, node: Node) -> None:
+    graph, x = node.graph, node.args[0]
+    shape = value_of(x).shape
+    dims = arg(node, 1, "dim")
+    if dims is None or dims == []:
+        dims = list(range(len(shape)))
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    keepdim = bool(arg(node, 2, "keepdim", False))
+    dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
+    with graph.inserting_before(node):
+        total = insert_call(graph, aten.sum.dim_IntList, (x, dims, keepdim), dtype, node)
+        count: Node | int = 1
+        for dim in dims:
+            count = multiply(graph, count, size_node(captured, shape[dim], node), node)
+        mean = insert_call(graph, aten.div.Tensor, (total, count), {}, node)
+    replace_keeping_grad(node, mean, [total, mean])
+
+
+def size_node(captured: CapturedGraph, size: int | torch.SymInt, like: Node) -> Node | int:
+    """A graph value equal to ``size``, taken from an input's shape (known before any compute)."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    found = find_size(like.graph, size_expr(size), like)
+    if found is None:
+        raise refuse(
+            like,
+            f"means over a dimension of size {size_expr(size)}",
+            "take the mean over plain dims",
+        )
+    return found
+
+
+def find_size(graph: Graph, wanted: sympy.Expr, like: Node) -> Node | None:
+    """An input's size that equals ``wanted``: a SymInt input, or a new sym_size call."""
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if isinstance(value_of(node), torch.SymInt) and value_of(node).node.expr == wanted:
+            return node
+        if is_tensor(node):
+            for dim, have in enumerate(value_of(node).shape):
+                if size_expr(have) == wanted:
+                    return insert_call(graph, aten.sym_size.int, (node, dim), {}, like)
+    return None
+
+
+def size_from_input(captured: CapturedGraph, node: Node) -> None:
+    """Take a size from an input's shape, so that no data flow hides in shape arithmetic."""
+    with node.graph.inserting_before(node):
+        size = find_size(node.graph, size_expr(value_of(node)), node)
+    if size is not None:
+        node.replace_all_uses_with(size)
+        node.graph.erase_node(node)
+
+
+def multiply(graph: Graph, a: Node | int, b: Node | int, like: Node) -> Node | int:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    return insert_call(graph, operator.mul, (a, b), {}, like)
+
+
+def replace_keeping_grad(old: Node, new: Node, made: list[Node]) -> None:
+    for node in made:
+        node.meta["needs_grad"] = old.meta.get("needs_grad", False)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)

@@ -1,0 +1,104 @@
+"""Choose the chunk lengths and count what a step stores.
+
+In: the cut and the configuration. Out: a :class:`ChunkPlan`. This is where graph widths become the
+plain numbers of ``cost/``; the cost model never sees FX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+from torch.fx import Graph, Node
+
+from ..config import FpdtConfig
+from ..cost.memory import chunk_length, head_length
+from ..graph import Attention, NodeKind, is_tensor, size_expr, value_of
+from ..plan import ChunkPlan
+from .cut_regions import Cut, bytes_per_token
+from .find_token_axes import TokenAnalysis
+
+
+def plan_chunks(
+    graph: Graph,
+    analysis: TokenAnalysis,
+    cut: Cut,
+    symbol: sympy.Symbol,
+    config: FpdtConfig,
+) -> ChunkPlan:
+    """The plan for one captured graph."""
+    device = next(value_of(n).device.type for n in graph.nodes if is_tensor(n))
+    batch = batch_hint(graph, symbol)
+    wide = [
+        n
+        for n in graph.nodes
+        if analysis.kinds[n] is NodeKind.TOKENWISE and is_tensor(n) and n not in analysis.light
+    ]
+    in_head = after_head(cut)
+    body = [n for n in wide if n not in in_head]
+    levels = max(1, len(cut.blocks))
+    per_token = batch * sum(bytes_per_token(n, symbol) for n in body) // levels
+    chunk_len = config.chunk_len or chunk_length(
+        per_token, batch * widest(body, symbol), device
+    )
+    head_nodes = [n for n in wide if n in in_head]
+    head_width = max((bytes_per_token(n, symbol) for n in head_nodes), default=1)
+    head_len = config.head_len or head_length(
+        batch * head_width, batch * widest(head_nodes, symbol), device
+    )
+    return ChunkPlan(
+        chunk_len=chunk_len,
+        head_len=min(head_len, chunk_len),
+        tier="host" if config.offload == "host" else "device",
+        save=config.save,
+        seq_parallel=config.seq_parallel,
+        num_blocks=len(cut.blocks),
+        stored_bytes_per_token=stored_bytes(cut, symbol, config.save),
+    )
+
+
+def widest(nodes: Iterable[Node], symbol: sympy.Symbol) -> int:
+    return max(
+        (bytes_per_token(n, symbol) // value_of(n).dtype.itemsize for n in nodes), default=1
+    )
+
+
+def batch_hint(graph: Graph, symbol: sympy.Symbol) -> int:
+    """The batch size at capture: the largest extent beside s of a two-dimensional input."""
+    found = 1
+    for node in graph.nodes:
+        if node.op == "placeholder" and is_tensor(node) and value_of(node).dim() >= 2:
+            sizes = [size_expr(s) for s in value_of(node).shape]
+            if symbol in sizes[1:2] and sizes[0] != symbol:
+                size = value_of(node).shape[0]
+                found = max(found, int(size) if sizes[0].is_Integer else size.node.hint)
+    return found
+
+
+def after_head(cut: Cut) -> set[Node]:
+    """The head linear and what follows it."""
+    if cut.head is None:
+        return set()
+    found, pending = {cut.head.linear}, [cut.head.linear]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def stored_bytes(cut: Cut, symbol: sympy.Symbol, save: str) -> int:
+    """Bytes kept for the backward per token of one batch row: states, and attention outputs."""
+    kept: dict[Node, None] = dict.fromkeys(cut.entry)
+    for block in cut.blocks:
+        kept.update(dict.fromkeys(block.state_out))
+    total = sum(bytes_per_token(n, symbol) for n in kept if n.op != "placeholder")
+    if save == "attention":
+        for block in cut.blocks:
+            for barrier in block.barriers:
+                if isinstance(barrier, Attention):
+                    total += bytes_per_token(barrier.node, symbol)
+                    heads = size_expr(value_of(barrier.node).shape[1])
+                    total += 4 * int(heads.subs({s: 1 for s in heads.free_symbols}))
+    return total

@@ -1,0 +1,51 @@
+"""Settings that every test shares.
+
+Out of the way of the installed package: the repository root, which ``python -m pytest`` puts on
+``sys.path``, is removed again, so that ``kernels`` is not importable as a top-level module.
+Compiled code goes to one folder for the run. Tests are deterministic and use few threads.
+"""
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+# Read when torch is imported. Processes that a test starts inherit it, so they share the
+# cache; only the process that made the folder removes it.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fpdt-inductor-")
+    atexit.register(
+        shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True
+    )
+
+import torch  # noqa: E402
+
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+settings.register_profile(
+    "deterministic",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=20,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("deterministic")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """No test sees what an earlier one compiled."""
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,745 @@
+"""Mask graphs: tiles equal the dense mask, and the table never claims what is not so.
+
+Masks come from Hugging Face models captured by Dynamo, and from plain functions traced with a
+symbolic length. The dense mask is the reference for everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.fx.traceback as fx_traceback
+from fpdt_compile.passes.analyze_masks import find_mask_graph
+from hypothesis import given, settings
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fpdt_compile.errors import CantChunk
+from fpdt_compile.graph import MaskGraph, TileKind, TokenAxis, size_expr
+from fpdt_compile.runtime.masks import MaskEvaluator
+
+E, F, C, P = TileKind.EMPTY, TileKind.FULL, TileKind.CAUSAL, TileKind.PARTIAL
+MIN = torch.finfo(torch.float32).min
+Range = tuple[int, int]
+
+
+class Recorder(Interpreter):
+    """Runs a captured graph on real inputs and keeps every node's value."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        self.values[n.name] = super().run_node(n)
+        return self.values[n.name]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask found in a graph, with its values on real inputs."""
+
+    mask: MaskGraph
+    evaluator: MaskEvaluator
+    dense: Tensor
+
+
+def axes_of(module: GraphModule, symbol: Any) -> dict[Node, tuple[TokenAxis, ...]]:
+    axes = {}
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            axes[node] = tuple(
+                TokenAxis(dim=dim)
+                for dim, size in enumerate(value.shape)
+                if size_expr(size) == symbol
+            )
+    return axes
+
+
+def make_case(
+    module: GraphModule, mask: Node, symbol: Any, inputs: Sequence[Any], size: int
+) -> Case:
+    graph = find_mask_graph(mask, axes_of(module, symbol))
+    recorder = Recorder(module)
+    recorder.run(*inputs)
+    values = {leaf.name: recorder.values[leaf.name] for leaf in graph.leaves}
+    evaluator = MaskEvaluator(graph, values, size, size, {symbol: size})
+    dense = recorder.values[mask.name]
+    dense = dense.expand(torch.broadcast_shapes(dense.shape, (size, size)))
+    return Case(mask=graph, evaluator=evaluator, dense=dense)
+
+
+def trace(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[GraphModule, Node, Any]:
+    """``fn``'s graph, the node it returns and the symbol of ``inputs[0]``'s last size."""
+    module = make_fx(fn, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
+    placeholder = next(iter(module.graph.nodes))
+    symbol = size_expr(placeholder.meta["val"].shape[-1])
+    return module, module.graph.output_node().args[0], symbol
+
+
+def retrace(
+    fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[GraphModule, tuple[Any, ...]]:
+    """Dynamo's graph of ``fn`` as an ATen graph, and its flat inputs."""
+    found: list[tuple[GraphModule, tuple[Any, ...]]] = []
+
+    def backend(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        fakes = [
+            n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"
+        ]
+        mode = next(x.fake_mode for x in fakes if isinstance(x, Tensor))
+        with mode, fx_traceback.preserve_node_meta():
+            module = make_fx(lambda *a: Interpreter(gm).run(*a), pre_dispatch=True)(
+                *fakes
+            )
+
+        def run(*real: Any) -> Any:
+            found.append((module, real))
+            return gm.forward(*real)
+
+        return run
+
+    torch.compile(fn, backend=backend)(*args, **kwargs)
+    return found[0]
+
+
+def dynamo_mask(
+    fn: Callable[..., Tensor], positions: Tensor
+) -> tuple[GraphModule, Node, Any, tuple[Any, ...]]:
+    """The graph of a mask made from ``positions`` [s], as Dynamo captures it."""
+    torch._dynamo.mark_dynamic(positions, 0)
+    module, real = retrace(fn, positions)
+    mask = module.graph.output_node().args[0][0]
+    return module, mask, size_expr(mask.meta["val"].shape[-1]), real
+
+
+def case_of(fn: Callable[..., Tensor], *inputs: Tensor) -> Case:
+    module, mask, symbol = trace(fn, *inputs)
+    return make_case(module, mask, symbol, inputs, inputs[0].shape[-1])
+
+
+def cuts(size: int, *edges: int) -> list[Range]:
+    return list(itertools.pairwise([0, *edges, size]))
+
+
+def every(size: int, length: int) -> list[Range]:
+    return cuts(size, *range(length, size, length))
+
+
+def kinds(case: Case, bounds: Sequence[Range]) -> list[list[TileKind]]:
+    return [list(row) for row in case.evaluator.table(bounds, bounds).kinds]
+
+
+def check(case: Case, q_bounds: Sequence[Range], k_bounds: Sequence[Range]) -> None:
+    """Tiles are exact; EMPTY, FULL and CAUSAL tiles are what they say."""
+    table = case.evaluator.table(q_bounds, k_bounds)
+    for (i, q), (j, k) in itertools.product(enumerate(q_bounds), enumerate(k_bounds)):
+        want = case.dense[..., slice(*q), slice(*k)]
+        tile = case.evaluator.tile(q, k)
+        assert tile.shape[-2:] == want.shape[-2:] and tile.dtype == want.dtype
+        torch.testing.assert_close(
+            tile.expand_as(want), want, rtol=0, atol=0, equal_nan=True
+        )
+        kind = table.kinds[i][j]
+        if case.mask.is_bool:
+            visible, hidden = want, ~want
+        else:
+            visible, hidden = want == 0, want <= MIN / 2
+        if kind is E:
+            assert hidden.all()
+            seen = (case.dense[..., slice(*q), :] > MIN / 4).any(-1).all()
+            assert case.mask.is_bool or seen or (want == -torch.inf).all()
+        elif kind is F:
+            assert visible.all()
+        elif kind is C:
+            lower = torch.ones(want.shape[-2:], dtype=torch.bool).tril()
+            assert q == k and torch.where(lower, visible, hidden).all()
+
+
+def check_tight(case: Case, bounds: Sequence[Range]) -> None:
+    """No PARTIAL tile of a bool mask is all visible, all hidden or causal."""
+    table = case.evaluator.table(bounds, bounds)
+    for (i, q), (j, k) in itertools.product(enumerate(bounds), repeat=2):
+        if table.kinds[i][j] is P:
+            want = case.dense[..., slice(*q), slice(*k)]
+            lower = torch.ones(want.shape[-2:], dtype=torch.bool).tril()
+            assert want.any() and not want.all()
+            assert i != j or not (want == lower).all()
+
+
+# Hugging Face
+
+
+def capture_hf(name: str, inputs: dict[str, Tensor], **config: Any) -> Case:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        pad_token_id=0,
+        head_dim=8,
+    )
+    sizes.update(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
+    for tensor in inputs.values():
+        torch._dynamo.mark_dynamic(tensor, 1)
+    module, real = retrace(model, **inputs)
+    attention = next(
+        n for n in module.graph.nodes if "scaled_dot_product" in str(n.target)
+    )
+    symbol = size_expr(attention.meta["val"].shape[-2])
+    return make_case(
+        module, attention.args[3], symbol, real, inputs["input_ids"].shape[1]
+    )
+
+
+def padding(size: int, left: bool) -> Tensor:
+    flags = torch.ones(2, size, dtype=torch.int64)
+    flags[0, :9] = 0
+    flags[1, :2] = 0
+    return flags if left else flags.flip(1)
+
+
+PACKED = torch.cat([torch.arange(n) for n in (11, 5, 14)])[None].repeat(2, 1)
+IDS = torch.arange(60).reshape(2, 30) % 96 + 1
+HF_CASES = {
+    "plain": {},
+    "left padding": {"attention_mask": padding(30, left=True)},
+    "right padding": {"attention_mask": padding(30, left=False)},
+    "packed": {"position_ids": PACKED},
+}
+
+
+@pytest.mark.parametrize("inputs", HF_CASES)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 4}),
+        (
+            "gemma3_text",
+            {"sliding_window": 4, "layer_types": ["sliding_attention"]},
+        ),
+    ],
+)
+def test_hugging_face(name: str, config: dict[str, Any], inputs: str) -> None:
+    case = capture_hf(
+        name, {"input_ids": IDS.clone()} | dict(HF_CASES[inputs]), **config
+    )
+    assert case.mask.is_bool and case.dense.shape[-2:] == (30, 30)
+    for bounds in (cuts(30, 7, 8, 20), every(30, 6), [(0, 30)], every(30, 1)):
+        check(case, bounds, bounds)
+    check(case, cuts(30, 11), cuts(30, 3, 17))
+    if inputs in ("plain", "packed"):
+        check_tight(case, cuts(30, 7, 8, 20))
+    if (name, inputs) == ("llama", "plain"):
+        assert kinds(case, cuts(30, 7, 20)) == [[C, E, E], [F, C, E], [F, F, C]]
+
+
+# Plain functions
+
+
+def causal(p: Tensor) -> Tensor:
+    return p[None, :] <= p[:, None]
+
+
+def test_packed_documents_are_causal_to_the_scheduler() -> None:
+    """A later tile is EMPTY even where positions start again inside the chunks."""
+    lengths = (500, 37, 300, 187)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+
+    def fn(p: Tensor, d: Tensor) -> Tensor:
+        return (p[None, :] <= p[:, None]) & (d[None, :] == d[:, None])
+
+    case = case_of(fn, positions, documents)
+    check(case, every(1024, 128), every(1024, 128))
+    check_tight(case, every(1024, 128))
+    table = kinds(case, every(1024, 128))
+    assert all(table[i][j] is E for i in range(8) for j in range(i + 1, 8))
+
+
+def test_window_and_prefix_are_tight() -> None:
+    p = torch.arange(100)
+    for window in (1, 5, 16, 40):
+
+        def near(p: Tensor, window: int) -> Tensor:
+            return causal(p) & (p[:, None] - p[None, :] < window)
+
+        case = case_of(functools.partial(near, window=window), p)
+        check(case, every(100, 16), every(100, 16))
+        check_tight(case, every(100, 16))
+    both_ways = case_of(lambda p: (p[:, None] - p[None, :]).abs() < 20, p)
+    check(both_ways, every(100, 16), every(100, 16))
+    check_tight(both_ways, every(100, 16))
+    prefix = case_of(lambda p: causal(p) | (p[None, :] < 32), p)
+    assert kinds(prefix, every(100, 25))[0][:2] == [F, P]
+    check(prefix, every(100, 16), every(100, 16))
+
+
+def test_large_causal_tile_is_proved_in_pieces() -> None:
+    case = case_of(causal, torch.arange(1100))
+    assert kinds(case, [(0, 1100)]) == [[C]]
+    assert kinds(case, [(0, 300), (300, 1100)]) == [[C, E], [F, C]]
+    almost = torch.arange(1100)
+    almost[900] = 1
+    case = case_of(causal, almost)
+    check(case, [(0, 1100)], [(0, 1100)])
+    assert kinds(case, [(0, 1100)]) == [[P]]
+
+
+@pytest.mark.parametrize("diagonal", [0, -1, 1, 4])
+@pytest.mark.parametrize("name", ["tril", "triu"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_triangles(name: str, diagonal: int, transposed: bool) -> None:
+    def fn(p: Tensor) -> Tensor:
+        s = p.shape[0]
+        x = getattr(torch.ones(s, s, dtype=torch.bool), name)(diagonal)
+        return (x.t() if transposed else x)[None, None].expand(2, 1, s, s)
+
+    case = case_of(fn, torch.arange(23))
+    assert not case.mask.leaves
+    check(case, cuts(23, 4, 5, 14), cuts(23, 4, 5, 14))
+    check(case, cuts(23, 9), cuts(23, 4, 5, 14))
+    check_tight(case, cuts(23, 4, 5, 14))
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, MIN])
+def test_additive(hidden: float) -> None:
+    def fn(p: Tensor) -> Tensor:
+        s = p.shape[0]
+        return torch.triu(torch.full((s, s), hidden), diagonal=1)[None, None]
+
+    case = case_of(fn, torch.arange(24))
+    assert not case.mask.is_bool
+    assert kinds(case, every(24, 8)) == [[C, E, E], [F, C, E], [F, F, C]]
+    check(case, cuts(24, 5, 6), cuts(24, 5, 6))
+
+
+def masked_rows(hidden: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def fn(p: Tensor, keep: Tensor) -> Tensor:
+        allowed = causal(p)[None] & keep[:, None, :]
+        return torch.zeros((), dtype=torch.float32).masked_fill(~allowed, hidden)[
+            :, None
+        ]
+
+    return fn
+
+
+def test_finite_mask_with_fully_masked_rows_is_not_skipped() -> None:
+    """Rows 0..5 of batch 0 see no key: they attend to all keys, later ones too."""
+    keep = torch.ones(2, 24, dtype=torch.bool)
+    keep[0, :6] = False
+    p = torch.arange(24)
+    finite = case_of(masked_rows(MIN), p, keep)
+    assert kinds(finite, every(24, 8)) == [[P, P, P], [P, C, E], [P, F, C]]
+    check(finite, every(24, 8), every(24, 8))
+    infinite = case_of(masked_rows(-torch.inf), p, keep)
+    assert kinds(infinite, every(24, 8)) == [[P, E, E], [P, C, E], [P, F, C]]
+    check(infinite, every(24, 8), every(24, 8))
+    keep[0, 0] = True  # every row sees key 0 now
+    seen = case_of(masked_rows(MIN), p, keep)
+    assert kinds(seen, every(24, 8))[0] == [P, E, E]
+
+
+def test_finite_mask_with_a_whole_chunk_masked() -> None:
+    keep = torch.ones(1, 24, dtype=torch.bool)
+    keep[0, :9] = False
+    case = case_of(masked_rows(MIN), torch.arange(24), keep)
+    table = kinds(case, every(24, 8))
+    assert table[0] == [P, P, P] and table[1] == [P, P, P] and table[2] == [E, P, C]
+    check(case, every(24, 8), every(24, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_additive_dtypes(dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).min
+    case = case_of(
+        lambda p: torch.where(
+            causal(p), torch.zeros((), dtype=dtype), torch.full((), least, dtype=dtype)
+        ),
+        torch.arange(16),
+    )
+    assert kinds(case, every(16, 8)) == [[C, E], [F, C]]
+    bias, hidden = case.evaluator.bias((0, 8), (8, 16), torch.float16)
+    assert hidden is None and bias.isfinite().all() and bias.dtype is torch.float16
+
+
+def test_bias_of_a_bool_mask() -> None:
+    case = case_of(causal, torch.arange(16))
+    bias, hidden = case.evaluator.bias((0, 8), (4, 10), torch.float64)
+    want = torch.where(case.dense[:8, 4:10], 0.0, -torch.inf).double()
+    assert torch.equal(bias, want)
+    assert hidden is not None and hidden.tolist() == [True] * 4 + [False] * 4
+    assert case.evaluator.bias((8, 16), (0, 4), torch.float32)[1] is None
+
+
+def test_users_buffer() -> None:
+    torch.manual_seed(0)
+    p, buffer = torch.arange(30), torch.rand(1, 1, 30, 30) > 0.5
+    buffer[..., :10, 10:20] = False
+    buffer[..., 20:, :10] = True
+    buffer[..., 10:20, 10:20] = torch.ones(10, 10).tril() > 0
+    case = case_of(lambda p, b: b & (p[None, :] >= 0), p, buffer)
+    table = kinds(case, every(30, 10))
+    assert (table[0][1], table[2][0], table[1][1]) == (E, F, C)
+    check(case, every(30, 10), every(30, 10))
+    check(case, cuts(30, 13), cuts(30, 3, 4))
+    swapped = case_of(lambda p, b: b.mT | (p[None, :] < 0), p, buffer)
+    check(swapped, every(30, 10), every(30, 10))
+    floats = case_of(lambda p, b: b * (p[None, :] >= 0), p, torch.randn(30, 30))
+    check(floats, every(30, 10), every(30, 10))
+
+
+def test_slice_of_a_long_buffer() -> None:
+    """GPT-2's way: a [1, 1, max, max] buffer cut to the length is read in place."""
+    buffer = torch.ones(1, 1, 64, 64).tril().bool()
+
+    def fn(p: Tensor) -> Tensor:
+        s = p.shape[0]
+        return buffer[:, :, :s, :s] & (p[None, :] >= 0)
+
+    module, mask, symbol, real = dynamo_mask(fn, torch.arange(24))
+    case = make_case(module, mask, symbol, real, 24)
+    assert kinds(case, every(24, 8)) == [[C, E, E], [F, C, E], [F, F, C]]
+    check(case, cuts(24, 5, 6), cuts(24, 5, 6))
+
+
+def test_same_vector_in_both_roles_through_a_transpose() -> None:
+    def fn(p: Tensor) -> Tensor:
+        s = p.shape[0]
+        x = p.expand(s, s)
+        return (x <= x.transpose(0, 1)).view(1, 1, s, s)
+
+    case = case_of(fn, torch.arange(20))
+    assert kinds(case, every(20, 10)) == [[C, E], [F, C]]
+    check(case, cuts(20, 3), cuts(20, 11))
+
+
+def test_length_in_the_arithmetic() -> None:
+    case = case_of(
+        lambda p: p[None, :] >= p.shape[0] - 1 - p[:, None], torch.arange(20)
+    )
+    check(case, cuts(20, 3), cuts(20, 11))
+    graph, values = (
+        case.mask,
+        {leaf.name: torch.arange(20) for leaf in case.mask.leaves},
+    )
+    if any(n.op == "get_attr" for n in graph.module.graph.nodes):
+        with pytest.raises(ValueError, match="symbols has no value"):
+            MaskEvaluator(graph, values, 20, 20, {})
+
+
+def test_padding_only_mask_has_one_axis() -> None:
+    keep = torch.arange(20) < 13
+    case = case_of(lambda k: k.to(torch.int64).bool()[None, None, None, :], keep)
+    assert kinds(case, cuts(20, 13)) == [[F, E], [F, E]]
+    check(case, cuts(20, 3), cuts(20, 11))
+
+
+# Refusals
+
+
+def refusal(fn: Callable[..., Tensor], *inputs: Tensor) -> CantChunk:
+    module, mask, symbol = trace(fn, *inputs)
+    with pytest.raises(CantChunk) as caught:
+        find_mask_graph(mask, axes_of(module, symbol))
+    return caught.value
+
+
+def test_refusals_name_the_operator_and_the_line() -> None:
+    def fn(p: Tensor) -> Tensor:
+        return causal(p).cumsum(-1) > 3
+
+    module, mask, symbol, _ = dynamo_mask(fn, torch.arange(12))
+    with pytest.raises(CantChunk) as caught:
+        find_mask_graph(mask, axes_of(module, symbol))
+    refused = caught.value.rejection
+    assert refused.op == "aten.cumsum.default"
+    assert refused.source == f"{__file__}:{fn.__code__.co_firstlineno + 1}"
+    assert "tiles" in refused.reason and refused.change
+
+
+@pytest.mark.parametrize(
+    ("fn", "op"),
+    [
+        (lambda p: causal(p) & causal(p).any(-1, keepdim=True), "aten.any.dim"),
+        (lambda p: torch.bernoulli(causal(p).float()), "aten.bernoulli.default"),
+        (lambda p: causal(p)[:, 1:].logical_not(), "aten.slice.Tensor"),
+        (lambda p: causal(p).flip(0), "aten.flip.default"),
+        (lambda p: causal(p).float().masked_fill_(p > 3, 1.0), "aten.masked_fill_"),
+        (lambda p: causal(p)[None].repeat(1, 2, 1), "aten.repeat.default"),
+        (lambda p: causal(p).to(torch.int32), "aten.to.dtype"),
+    ],
+)
+def test_refused_operators(fn: Callable[[Tensor], Tensor], op: str) -> None:
+    assert refusal(fn, torch.arange(12)).rejection.op.startswith(op)
+
+
+def test_view_changed_in_place_is_refused() -> None:
+    def fn(p: Tensor) -> Tensor:
+        mask = causal(p).clone()
+        mask[:, :2].fill_(True)
+        return mask.logical_not()
+
+    assert "in place" in refusal(fn, torch.arange(12)).rejection.reason
+
+
+def test_token_axes_elsewhere_are_refused() -> None:
+    assert "last two" in str(refusal(lambda p: causal(p)[..., None], torch.arange(12)))
+
+
+def test_bad_ranges_and_leaves() -> None:
+    case = case_of(causal, torch.arange(12))
+    for bounds in ((3, 3), (0, 13), (-1, 4)):
+        with pytest.raises(ValueError, match="range"):
+            case.evaluator.tile(bounds, (0, 4))
+    with pytest.raises(ValueError, match="give every leaf"):
+        MaskEvaluator(case.mask, {}, 12, 12, {})
+    wrong = {leaf.name: torch.zeros(1, 1) for leaf in case.mask.leaves}
+    with pytest.raises(ValueError, match="must be 12"):
+        MaskEvaluator(case.mask, wrong, 12, 12, {})
+
+
+# Memory
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.numel = max(self.numel, x.untyped_storage().size())
+        return result
+
+
+@pytest.mark.parametrize("hidden", [None, MIN])
+def test_table_makes_no_dense_mask(hidden: float | None) -> None:
+    size = 2048
+    positions = torch.cat([torch.arange(1000), torch.arange(1048)])
+    documents = (torch.arange(size) >= 1000).long()
+
+    def fn(p: Tensor, d: Tensor) -> Tensor:
+        mask = causal(p) & (d[None, :] == d[:, None])
+        return mask if hidden is None else torch.where(mask, 0.0, hidden)
+
+    case = case_of(fn, positions, documents)
+    with LargestTensor() as largest:
+        case.evaluator.table(every(size, 256), every(size, 256))
+    assert largest.numel <= 256 * 256 * 8  # bytes, of int64 pieces
+    check(case, every(size, 256), every(size, 256))
+
+
+# Random graphs
+
+LIMIT = torch.iinfo(torch.int64).max
+
+
+def integers(depth: int) -> st.SearchStrategy[Any]:
+    leaf = st.one_of(
+        st.sampled_from(["q", "k", "dq", "dk"]).map(lambda x: (x,)),
+        st.tuples(st.just("mul"), st.just(("k",)), st.sampled_from([-2, 3, LIMIT])),
+    )
+    if depth == 0:
+        return leaf
+    x = integers(depth - 1)
+    return st.one_of(
+        leaf,
+        st.tuples(st.sampled_from(["add", "sub", "min", "max", "times"]), x, x),
+        st.tuples(st.sampled_from(["add", "rsub"]), x, st.sampled_from([-7, 1, LIMIT])),
+        st.tuples(st.sampled_from(["abs", "neg", "narrow"]), x),
+        st.tuples(
+            st.sampled_from(["div", "trunc", "mod"]), x, st.sampled_from([1, 3, 8])
+        ),
+        st.tuples(st.just("div"), x, st.just(-2)),
+    )
+
+
+COMPARE = ["le", "lt", "ge", "gt", "eq", "ne"]
+
+
+def booleans(depth: int) -> st.SearchStrategy[Any]:
+    leaf = st.one_of(
+        st.tuples(st.sampled_from(COMPARE), integers(1), integers(1)),
+        st.tuples(st.sampled_from(COMPARE), integers(2), st.integers(-5, 30)),
+        st.sampled_from([("le", ("k",), ("q",)), ("eq", ("dk",), ("dq",))]),
+        st.just(("pad",)),
+    )
+    if depth == 0:
+        return leaf
+    x = booleans(depth - 1)
+    return st.one_of(
+        leaf,
+        st.tuples(st.sampled_from(["and", "or", "xor"]), x, x),
+        st.tuples(st.just("not"), x),
+        st.tuples(st.just("where"), x, x, x),
+    )
+
+
+def evaluate(expr: Any, env: dict[str, Tensor]) -> Any:
+    """The value of a nested tuple, with plain torch operations."""
+    if not isinstance(expr, tuple):
+        return expr
+    name, *parts = expr
+    if name in env:
+        return env[name]
+    x, *rest = (evaluate(part, env) for part in parts)
+    y = rest[0] if rest else None
+    if name in COMPARE:
+        return getattr(torch, name)(x, y)
+    operations: dict[str, Callable[[], Tensor]] = {
+        "and": lambda: x & y,
+        "or": lambda: x | y,
+        "xor": lambda: x ^ y,
+        "not": lambda: ~x,
+        "where": lambda: torch.where(x, y, rest[1]),
+        "add": lambda: x + y,
+        "sub": lambda: x - y,
+        "rsub": lambda: y - x,
+        "mul": lambda: x * y,
+        "times": lambda: x * y,
+        "min": lambda: torch.minimum(x, y),
+        "max": lambda: torch.maximum(x, y),
+        "abs": lambda: x.abs(),
+        "neg": lambda: -x,
+        "narrow": lambda: x.to(torch.int16).to(torch.int64),
+        "div": lambda: x // y,
+        "trunc": lambda: torch.div(x, y, rounding_mode="trunc"),
+        "mod": lambda: x % y,
+    }
+    return operations[name]()
+
+
+def environment(p: Tensor, d: Tensor, keep: Tensor) -> dict[str, Tensor]:
+    return {
+        "q": p[None, None, :, None],
+        "k": p[None, None, None, :],
+        "dq": d[:, None, :, None],
+        "dk": d[:, None, None, :],
+        "pad": keep[:, None, None, :].expand(-1, -1, p.shape[0], -1),
+    }
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    size = draw(st.integers(8, 40))
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    positions, documents = torch.arange(size), random(4, 3, size).sort(-1)[0]
+    style = draw(st.sampled_from(["plain", "plain", "restart", "random"]))
+    if style == "restart":
+        positions = positions % draw(st.integers(3, size))
+    elif style == "random":
+        positions, documents = random(size, size), random(4, 3, size)
+    keep = torch.arange(size) >= random(size, 3, 1)
+    return positions, documents, keep
+
+
+@st.composite
+def chunk_bounds(draw: st.DrawFn, size: int) -> list[Range]:
+    edges = draw(st.lists(st.integers(1, size - 1), max_size=5, unique=True))
+    return cuts(size, *sorted(edges))
+
+
+@settings(max_examples=60)
+@given(st.data(), booleans(2), vectors())
+def test_random_bool_masks(
+    data: st.DataObject, expr: Any, inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    size = inputs[0].shape[0]
+    case = case_of(lambda *v: evaluate(expr, environment(*v)), *inputs)
+    q, k = data.draw(chunk_bounds(size)), data.draw(chunk_bounds(size))
+    check(case, q, k)
+    check(case, q, q)
+
+
+@settings(max_examples=60)
+@given(st.data(), booleans(1), vectors(), st.sampled_from([-torch.inf, MIN, -1e4]))
+def test_random_additive_masks(
+    data: st.DataObject,
+    expr: Any,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    hidden: float,
+) -> None:
+    size = inputs[0].shape[0]
+
+    def fn(*v: Tensor) -> Tensor:
+        env = environment(*v)
+        bias = (env["k"] - env["q"]) * 0.25 * (env["dk"] > 2)
+        return torch.where(evaluate(expr, env), bias, hidden)
+
+    case = case_of(fn, *inputs)
+    q, k = data.draw(chunk_bounds(size)), data.draw(chunk_bounds(size))
+    check(case, q, k)
+    check(case, q, q)
+
+
+@settings(max_examples=60)
+@given(st.data(), integers(3), vectors())
+def test_random_bounds_hold(
+    data: st.DataObject, expr: Any, inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Integers wrap around, casts cut off: the bounds hold for what comes out."""
+    size = inputs[0].shape[0]
+    case = case_of(lambda *v: evaluate(expr, environment(*v)).double(), *inputs)
+    q, k = data.draw(chunk_bounds(size)), data.draw(chunk_bounds(size))
+    bounds = case.evaluator.bounds(q, k)
+    for (i, rows), (j, columns) in itertools.product(enumerate(q), enumerate(k)):
+        want = case.dense[..., slice(*rows), slice(*columns)]
+        shape = (*want.shape[:-2], len(q), len(k))
+        lo, hi = (
+            x.expand(shape)[..., i, j, None, None] for x in (bounds.lo, bounds.hi)
+        )
+        assert (lo <= want).all() and (want <= hi).all()
+    case.evaluator.table(q, k)
+
+
+@settings(max_examples=40)
+@given(st.data(), vectors(), st.integers(1, 20))
+def test_simple_masks_are_tight(
+    data: st.DataObject, inputs: tuple[Tensor, Tensor, Tensor], window: int
+) -> None:
+    """Causal, window and sorted documents: no PARTIAL tile is all or nothing."""
+    documents = inputs[1][0].sort()[0]
+    positions = torch.arange(documents.shape[0])
+
+    def fn(p: Tensor, d: Tensor) -> Tensor:
+        q, k, near = p[:, None], p[None, :], p[:, None] - p[None, :]
+        choice = data.draw(st.sampled_from(["causal", "window", "documents"]))
+        mask = k <= q
+        if choice == "window":
+            mask = mask & (near < window)
+        elif choice == "documents":
+            mask = mask & (d[:, None] == d[None, :])
+        return mask
+
+    case = case_of(fn, positions, documents)
+    bounds = data.draw(chunk_bounds(positions.shape[0]))
+    check(case, bounds, bounds)
+    check_tight(case, bounds)
