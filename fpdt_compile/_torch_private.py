@@ -64,8 +64,8 @@ def is_checkpoint_op(target: Any) -> bool:
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """A fake mode with a shape environment of its own."""
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+    """A fake mode with a shape environment of its own (constants in the graph are real)."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
 def fake_with_symbolic_dims(
@@ -167,3 +167,17 @@ def capture_only(
         compiled(*args, **kwargs)
     except _CaptureDone:
         return
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise an error of this library as itself, not wrapped in Dynamo's."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        inner = error.inner_exception
+        if type(inner).__module__.startswith("fpdt_compile"):
+            raise inner from None
+        raise

@@ -12,6 +12,7 @@ from torch import nn
 
 from .backend import FpdtBackend
 from .config import FpdtConfig
+from ._torch_private import own_errors
 from .token_dims import TokenMarker
 from .passes.compile_bodies import CompileStats
 
@@ -64,7 +65,8 @@ def optimize(
     @functools.wraps(model.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         marker.mark(args, kwargs)
-        return compiled(*args, **kwargs)
+        with own_errors():
+            return compiled(*args, **kwargs)
 
     model._compiled_call_impl = call
     _BACKENDS[model] = backend

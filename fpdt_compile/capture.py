@@ -30,6 +30,9 @@ from .graph import CapturedGraph, is_tensor, value_of
 from .passes.find_token_axes import find_token_symbol
 
 
+CUSTOM_KEY = "fpdt_compile"
+
+
 class _Retracer(Interpreter):
     """Runs Dynamo's graph under a tracer, with checkpoint regions inlined."""
 
@@ -61,6 +64,11 @@ def capture(module: GraphModule) -> CapturedGraph:
     for node, source, needs in zip(placeholders, inputs, requires_grad, strict=True):
         node.meta["requires_grad"] = node.meta["needs_grad"] = needs
         node.meta["input_name"] = source.name
+    for node in graph.nodes:
+        if node.op == "get_attr":  # a small constant the model's code wrote, like x[..., [-2]]
+            node.meta["val"] = mode.from_tensor(getattr(traced, node.target))
+        state = node.meta.get("custom", {}).get(CUSTOM_KEY, {})
+        node.meta.update(state)
     propagate_needs_grad(traced)
     return CapturedGraph(
         module=traced,
@@ -95,8 +103,9 @@ def label_modes(module: GraphModule) -> None:
             del stack[entered[node.args[0]] :]
         elif name == "_set_grad_enabled":
             grad_enabled = bool(node.args[0])
-        node.meta["autocast"] = stack[-1]
-        node.meta["grad_off"] = not grad_enabled
+        # "custom" is the field that a retrace copies to the nodes it makes.
+        state = {"autocast": stack[-1], "grad_off": not grad_enabled}
+        node.meta["custom"] = {**node.meta.get("custom", {}), CUSTOM_KEY: state}
 
 
 def propagate_needs_grad(module: GraphModule) -> None:

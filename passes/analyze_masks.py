@@ -62,10 +62,7 @@ class Roles:
     k: int | None
 
     def moved(self, move: Callable[[int], int]) -> Roles:
-        return Roles(
-            None if self.q is None else move(self.q),
-            None if self.k is None else move(self.k),
-        )
+        return Roles(*(None if dim is None else move(dim) for dim in (self.q, self.k)))
 
 
 Rule = Callable[["MaskBuilder", Node, Roles], Node]
@@ -176,7 +173,7 @@ class MaskBuilder:
             found = copy_pointwise
         if found is None:
             raise refuse(
-                node, "mixes (query, key) pairs, so it has no tiles", OUT_OF_REACH
+                node, "mixes (query, key) pairs: it has no tiles", OUT_OF_REACH
             )
         return found(self, node, roles)
 
@@ -210,24 +207,20 @@ class MaskBuilder:
                 )
             stack.extend(node.all_input_nodes)
 
-    def call(
-        self, like: Node, target: Any, args: tuple[Any, ...], **kwargs: Any
-    ) -> Node:
-        copy = self.graph.call_function(target, args, kwargs)
-        return with_meta(copy, like)
+    def call(self, like: Node, target: Any, args: tuple, **kwargs: Any) -> Node:
+        return with_meta(self.graph.call_function(target, args, kwargs), like)
 
     def size(self, node: Node) -> Any:
         """A SymInt that enters the arithmetic: an attribute with its expression."""
-        value = value_of(node)
+        value = node.meta.get("val")
+        if isinstance(value, (bool, int, float)):
+            return value
         if not isinstance(value, (torch.SymInt, torch.SymFloat)):
-            if isinstance(value, (bool, int, float)):
-                return value
             raise refuse(node, "is neither a tensor nor a number", OUT_OF_REACH)
         expr = value.node.expr
         name = next((n for n, e in self.sizes.items() if e == expr), None)
-        if name is None:
-            name = f"size_{len(self.sizes)}"
-            self.sizes[name] = expr
+        name = name or f"size_{len(self.sizes)}"
+        self.sizes[name] = expr
         copy = self.graph.get_attr(name)
         copy.meta["val"] = value
         return copy
@@ -259,12 +252,12 @@ def with_meta(copy: Node, like: Node) -> Node:
 
 
 def is_pointwise(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    name = op_name(node)
+    if not name or not is_tensor(node) or node.target._schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags or not is_tensor(node):
-        return False
-    return torch.Tag.pointwise in target.tags or op_name(node) in POINTWISE
+    tags = node.target.tags
+    random = torch.Tag.nondeterministic_seeded in tags
+    return not random and (torch.Tag.pointwise in tags or name in POINTWISE)
 
 
 def is_input_view(node: Node) -> bool:
@@ -276,7 +269,7 @@ def is_input_view(node: Node) -> bool:
 
 def storage_of(node: Node) -> Node:
     """The node that owns the memory ``node`` may look at."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+    while op_name(node):
         returns = node.target._schema.returns
         if not returns or returns[0].alias_info is None or not node.all_input_nodes:
             break
@@ -287,10 +280,7 @@ def storage_of(node: Node) -> Node:
 def mutated_storages(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload):
-            continue
-        if target._schema.is_mutable:
+        if op_name(node) and node.target._schema.is_mutable:
             found.update(storage_of(x) for x in node.all_input_nodes[:1])
     return found
 
@@ -361,10 +351,8 @@ def copy_view(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
 def copy_permute(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
     x = node.args[0]
     rank = value_of(x).dim()
-    # The operator applied to the list of dims tells where each one came from.
-    probe = torch.empty(
-        tuple(range(2, rank + 2)), device="meta"
-    )  # sizes name the dims: 2, 3, 4, ...
+    # Applied to a tensor of sizes 2, 3, 4, ... the operator tells where each dim came from.
+    probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
     args = torch.fx.map_arg(node.args, lambda n: probe if n is x else n)
     order = [size - 2 for size in node.target(*args, **node.kwargs).shape]
     copy = builder.copy(x, roles.moved(lambda dim: order[dim]))

@@ -44,8 +44,10 @@ class RegionExtractor:
     """Extracts regions from one captured graph."""
 
     def __init__(
-        self, graph: Graph, analysis: TokenAnalysis, symbol: sympy.Symbol
+        self, root: GraphModule, analysis: TokenAnalysis, symbol: sympy.Symbol
     ) -> None:
+        graph = root.graph
+        self.root = root
         self.analysis = analysis
         self.symbol = symbol
         self.order = {n: i for i, n in enumerate(graph.nodes)}
@@ -69,7 +71,7 @@ class RegionExtractor:
         body.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
         body.lint()
         return Region(
-            module=GraphModule({}, body),
+            module=GraphModule(self.root, body),
             operands=tuple(operands),
             sources=tuple(leaves),
             outputs=tuple(outputs),
@@ -222,8 +224,12 @@ class RegionExtractor:
             args = torch.fx.node.map_arg(
                 (node.args, node.kwargs), lambda x: _Ref(number[x])
             )
+            target = node.target
+            if node.op == "get_attr":  # equal constants have different names
+                constant = getattr(self.root, node.target)
+                target = (constant.dtype, constant.tolist())
             mode = (node.meta.get("autocast"), node.meta.get("grad_off"))
-            lines.append(f"{node.op} {node.target} {args} {mode}")
+            lines.append(f"{node.op} {target} {args} {mode}")
         lines.extend(f"-> {n.meta.get('needs_grad', False)}" for n in outputs)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

@@ -79,6 +79,8 @@ def find_token_axes(graph: Graph, symbol: sympy.Symbol) -> TokenAnalysis:
     for node in graph.nodes:
         if node.op == "placeholder":
             classify_input(ctx, analysis, node)
+        elif node.op == "get_attr":
+            analysis.kinds[node], analysis.axes[node] = NodeKind.STATE, ()
         elif node.op == "output":
             analysis.kinds[node] = NodeKind.OUTPUT
         elif is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):

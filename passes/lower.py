@@ -35,6 +35,7 @@ from .compile_bodies import BodyCache
 from .cut_regions import BlockCut, Cut, inputs_of, returned_nodes
 from .extract_regions import Region, RegionExtractor
 from .find_token_axes import TokenAnalysis
+from .trace_bodies import BodyInterpreter
 
 
 class Lowering:
@@ -60,7 +61,7 @@ class Lowering:
         self.cache = cache
         self.chunk_len = chunk_len
         self.head_len = head_len
-        self.extractor = RegionExtractor(self.graph, analysis, captured.token_symbol)
+        self.extractor = RegionExtractor(captured.module, analysis, captured.token_symbol)
         self.vectors: dict[Node, None] = {}
         self.regions: list[tuple[RegionCall, Region]] = []
         self.train = captured.grad_enabled and any(captured.requires_grad)
@@ -179,7 +180,7 @@ class Lowering:
         module = self.whole_graph(record.outputs, record.inputs)
         return MixerCall(
             name=record.name,
-            run=lambda flat: list(module(*flat)),
+            run=lambda flat: list(BodyInterpreter(module).run(*flat)),
             operands=tuple(operands),
             results=tuple(self.result(n) for n in record.outputs),
         )
@@ -202,7 +203,7 @@ class Lowering:
             if node in members:
                 copies[node] = part.node_copy(node, lambda x: copies[x])
         part.output([copies[n] for n in outputs])
-        return GraphModule({}, part)
+        return GraphModule(self.captured.module, part)
 
     def by_name(
         self, outputs: Sequence[Node], given: Iterable[Node]

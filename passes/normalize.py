@@ -53,6 +53,8 @@ class Normalize(GraphPass):
                 yield Rewrite(node, erase_effect)  # its state is in each node's meta
             elif node.target is aten.sym_size.int and node.args[0].op != "placeholder":
                 yield Rewrite(node, size_from_input)
+            elif op_name(node) == "cat" and any(is_empty_vector(x) for x in node.args[0]):
+                yield Rewrite(node, drop_empty_parts)
             elif does_nothing(node):
                 yield Rewrite(node, replace_by_input)
             elif node.target is aten.view.default:
@@ -144,6 +146,20 @@ def does_nothing(node: Node) -> bool:
     if name in ("mul", "div") and len(node.args) == 2 and type(node.args[1]) in (int, float):
         return node.args[1] == 1 and same_type
     return False
+
+
+def is_empty_vector(node: Node) -> bool:
+    """torch.cat ignores tensors of shape [0], whatever the others' rank (a fresh cache is one)."""
+    return is_tensor(node) and [size_expr(s) for s in value_of(node).shape] == [0]
+
+
+def drop_empty_parts(captured: CapturedGraph, node: Node) -> None:
+    rest = [x for x in node.args[0] if not is_empty_vector(x)]
+    if len(rest) == 1 and value_of(rest[0]).dtype == value_of(node).dtype:
+        node.replace_all_uses_with(rest[0])
+        node.graph.erase_node(node)
+    elif rest:
+        node.args = (rest, *node.args[1:])
 
 
 def replace_by_input(captured: CapturedGraph, node: Node) -> None:

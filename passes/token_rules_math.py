@@ -163,10 +163,8 @@ def embedding(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 
 @rule("index")
 def index(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
-    """``table[rows]``: a lookup by token in a table without a token axis."""
+    """``table[rows]``: a lookup by token, or of the same rows of other dims for every token."""
     table, indices = node.args[0], list(node.args[1])
-    if ctx.of(table):
-        raise NotTokenwise("indexes a tensor that has a token axis")
     used = [d for d, i in enumerate(indices) if i is not None]
     if used != list(range(used[0], used[0] + len(used))):
         raise NotTokenwise("indexes dimensions that are apart")
@@ -174,6 +172,15 @@ def index(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     if any(value_of(i).dtype in (torch.bool, torch.uint8) for i in rows):
         raise NotTokenwise("selects rows by a mask: the result's length varies")
     rank = max(ctx.rank(i) for i in rows)
+    if ctx.of(table):
+        if any(ctx.of(i) for i in rows):
+            raise NotTokenwise("indexes a tensor that has a token axis by token")
+        not_over_tokens(ctx, table, used, "indexing")
+        grown = rank - len(used)
+        return tuple(
+            TokenAxis(dim=a.dim + (grown if a.dim > used[0] else 0), outer=a.outer, inner=a.inner)
+            for a in ctx.of(table)
+        )
     found: dict[int, TokenAxis] = {}
     for i in rows:
         for axis in ctx.of(i):

@@ -1,212 +1,45 @@
 """Mask graphs: tiles equal the dense mask, and the table never claims what is not so.
 
 Masks come from Hugging Face models captured by Dynamo, and from plain functions traced with a
-symbolic length. The dense mask is the reference for everything.
+symbolic length. Random masks are in ``test_masks_random.py``.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-import torch.fx.traceback as fx_traceback
 from fpdt_compile.passes.analyze_masks import find_mask_graph
-from hypothesis import given, settings
+from mask_cases import (
+    MIN,
+    C,
+    E,
+    F,
+    P,
+    axes_of,
+    capture_hf,
+    case_of,
+    causal,
+    check,
+    check_tight,
+    cuts,
+    dynamo_mask,
+    every,
+    kinds,
+    make_case,
+    trace,
+)
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fpdt_compile.errors import CantChunk
-from fpdt_compile.graph import MaskGraph, TileKind, TokenAxis, size_expr
 from fpdt_compile.runtime.masks import MaskEvaluator
 
-E, F, C, P = TileKind.EMPTY, TileKind.FULL, TileKind.CAUSAL, TileKind.PARTIAL
-MIN = torch.finfo(torch.float32).min
-Range = tuple[int, int]
-
-
-class Recorder(Interpreter):
-    """Runs a captured graph on real inputs and keeps every node's value."""
-
-    def __init__(self, module: GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: Node) -> Any:
-        self.values[n.name] = super().run_node(n)
-        return self.values[n.name]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A mask found in a graph, with its values on real inputs."""
-
-    mask: MaskGraph
-    evaluator: MaskEvaluator
-    dense: Tensor
-
-
-def axes_of(module: GraphModule, symbol: Any) -> dict[Node, tuple[TokenAxis, ...]]:
-    axes = {}
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            axes[node] = tuple(
-                TokenAxis(dim=dim)
-                for dim, size in enumerate(value.shape)
-                if size_expr(size) == symbol
-            )
-    return axes
-
-
-def make_case(
-    module: GraphModule, mask: Node, symbol: Any, inputs: Sequence[Any], size: int
-) -> Case:
-    graph = find_mask_graph(mask, axes_of(module, symbol))
-    recorder = Recorder(module)
-    recorder.run(*inputs)
-    values = {leaf.name: recorder.values[leaf.name] for leaf in graph.leaves}
-    evaluator = MaskEvaluator(graph, values, size, size, {symbol: size})
-    dense = recorder.values[mask.name]
-    dense = dense.expand(torch.broadcast_shapes(dense.shape, (size, size)))
-    return Case(mask=graph, evaluator=evaluator, dense=dense)
-
-
-def trace(fn: Callable[..., Tensor], *inputs: Tensor) -> tuple[GraphModule, Node, Any]:
-    """``fn``'s graph, the node it returns and the symbol of ``inputs[0]``'s last size."""
-    module = make_fx(fn, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
-    placeholder = next(iter(module.graph.nodes))
-    symbol = size_expr(placeholder.meta["val"].shape[-1])
-    return module, module.graph.output_node().args[0], symbol
-
-
-def retrace(
-    fn: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[GraphModule, tuple[Any, ...]]:
-    """Dynamo's graph of ``fn`` as an ATen graph, and its flat inputs."""
-    found: list[tuple[GraphModule, tuple[Any, ...]]] = []
-
-    def backend(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        fakes = [
-            n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"
-        ]
-        mode = next(x.fake_mode for x in fakes if isinstance(x, Tensor))
-        with mode, fx_traceback.preserve_node_meta():
-            module = make_fx(lambda *a: Interpreter(gm).run(*a), pre_dispatch=True)(
-                *fakes
-            )
-
-        def run(*real: Any) -> Any:
-            found.append((module, real))
-            return gm.forward(*real)
-
-        return run
-
-    torch.compile(fn, backend=backend)(*args, **kwargs)
-    return found[0]
-
-
-def dynamo_mask(
-    fn: Callable[..., Tensor], positions: Tensor
-) -> tuple[GraphModule, Node, Any, tuple[Any, ...]]:
-    """The graph of a mask made from ``positions`` [s], as Dynamo captures it."""
-    torch._dynamo.mark_dynamic(positions, 0)
-    module, real = retrace(fn, positions)
-    mask = module.graph.output_node().args[0][0]
-    return module, mask, size_expr(mask.meta["val"].shape[-1]), real
-
-
-def case_of(fn: Callable[..., Tensor], *inputs: Tensor) -> Case:
-    module, mask, symbol = trace(fn, *inputs)
-    return make_case(module, mask, symbol, inputs, inputs[0].shape[-1])
-
-
-def cuts(size: int, *edges: int) -> list[Range]:
-    return list(itertools.pairwise([0, *edges, size]))
-
-
-def every(size: int, length: int) -> list[Range]:
-    return cuts(size, *range(length, size, length))
-
-
-def kinds(case: Case, bounds: Sequence[Range]) -> list[list[TileKind]]:
-    return [list(row) for row in case.evaluator.table(bounds, bounds).kinds]
-
-
-def check(case: Case, q_bounds: Sequence[Range], k_bounds: Sequence[Range]) -> None:
-    """Tiles are exact; EMPTY, FULL and CAUSAL tiles are what they say."""
-    table = case.evaluator.table(q_bounds, k_bounds)
-    for (i, q), (j, k) in itertools.product(enumerate(q_bounds), enumerate(k_bounds)):
-        want = case.dense[..., slice(*q), slice(*k)]
-        tile = case.evaluator.tile(q, k)
-        assert tile.shape[-2:] == want.shape[-2:] and tile.dtype == want.dtype
-        torch.testing.assert_close(
-            tile.expand_as(want), want, rtol=0, atol=0, equal_nan=True
-        )
-        kind = table.kinds[i][j]
-        if case.mask.is_bool:
-            visible, hidden = want, ~want
-        else:
-            visible, hidden = want == 0, want <= MIN / 2
-        if kind is E:
-            assert hidden.all()
-            seen = (case.dense[..., slice(*q), :] > MIN / 4).any(-1).all()
-            assert case.mask.is_bool or seen or (want == -torch.inf).all()
-        elif kind is F:
-            assert visible.all()
-        elif kind is C:
-            lower = torch.ones(want.shape[-2:], dtype=torch.bool).tril()
-            assert q == k and torch.where(lower, visible, hidden).all()
-
-
-def check_tight(case: Case, bounds: Sequence[Range]) -> None:
-    """No PARTIAL tile of a bool mask is all visible, all hidden or causal."""
-    table = case.evaluator.table(bounds, bounds)
-    for (i, q), (j, k) in itertools.product(enumerate(bounds), repeat=2):
-        if table.kinds[i][j] is P:
-            want = case.dense[..., slice(*q), slice(*k)]
-            lower = torch.ones(want.shape[-2:], dtype=torch.bool).tril()
-            assert want.any() and not want.all()
-            assert i != j or not (want == lower).all()
-
-
 # Hugging Face
-
-
-def capture_hf(name: str, inputs: dict[str, Tensor], **config: Any) -> Case:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = dict(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-        pad_token_id=0,
-        head_dim=8,
-    )
-    sizes.update(config)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
-    for tensor in inputs.values():
-        torch._dynamo.mark_dynamic(tensor, 1)
-    module, real = retrace(model, **inputs)
-    attention = next(
-        n for n in module.graph.nodes if "scaled_dot_product" in str(n.target)
-    )
-    symbol = size_expr(attention.meta["val"].shape[-2])
-    return make_case(
-        module, attention.args[3], symbol, real, inputs["input_ids"].shape[1]
-    )
 
 
 def padding(size: int, left: bool) -> Tensor:
@@ -253,10 +86,6 @@ def test_hugging_face(name: str, config: dict[str, Any], inputs: str) -> None:
 
 
 # Plain functions
-
-
-def causal(p: Tensor) -> Tensor:
-    return p[None, :] <= p[:, None]
 
 
 def test_packed_documents_are_causal_to_the_scheduler() -> None:
@@ -550,196 +379,3 @@ def test_table_makes_no_dense_mask(hidden: float | None) -> None:
         case.evaluator.table(every(size, 256), every(size, 256))
     assert largest.numel <= 256 * 256 * 8  # bytes, of int64 pieces
     check(case, every(size, 256), every(size, 256))
-
-
-# Random graphs
-
-LIMIT = torch.iinfo(torch.int64).max
-
-
-def integers(depth: int) -> st.SearchStrategy[Any]:
-    leaf = st.one_of(
-        st.sampled_from(["q", "k", "dq", "dk"]).map(lambda x: (x,)),
-        st.tuples(st.just("mul"), st.just(("k",)), st.sampled_from([-2, 3, LIMIT])),
-    )
-    if depth == 0:
-        return leaf
-    x = integers(depth - 1)
-    return st.one_of(
-        leaf,
-        st.tuples(st.sampled_from(["add", "sub", "min", "max", "times"]), x, x),
-        st.tuples(st.sampled_from(["add", "rsub"]), x, st.sampled_from([-7, 1, LIMIT])),
-        st.tuples(st.sampled_from(["abs", "neg", "narrow"]), x),
-        st.tuples(
-            st.sampled_from(["div", "trunc", "mod"]), x, st.sampled_from([1, 3, 8])
-        ),
-        st.tuples(st.just("div"), x, st.just(-2)),
-    )
-
-
-COMPARE = ["le", "lt", "ge", "gt", "eq", "ne"]
-
-
-def booleans(depth: int) -> st.SearchStrategy[Any]:
-    leaf = st.one_of(
-        st.tuples(st.sampled_from(COMPARE), integers(1), integers(1)),
-        st.tuples(st.sampled_from(COMPARE), integers(2), st.integers(-5, 30)),
-        st.sampled_from([("le", ("k",), ("q",)), ("eq", ("dk",), ("dq",))]),
-        st.just(("pad",)),
-    )
-    if depth == 0:
-        return leaf
-    x = booleans(depth - 1)
-    return st.one_of(
-        leaf,
-        st.tuples(st.sampled_from(["and", "or", "xor"]), x, x),
-        st.tuples(st.just("not"), x),
-        st.tuples(st.just("where"), x, x, x),
-    )
-
-
-def evaluate(expr: Any, env: dict[str, Tensor]) -> Any:
-    """The value of a nested tuple, with plain torch operations."""
-    if not isinstance(expr, tuple):
-        return expr
-    name, *parts = expr
-    if name in env:
-        return env[name]
-    x, *rest = (evaluate(part, env) for part in parts)
-    y = rest[0] if rest else None
-    if name in COMPARE:
-        return getattr(torch, name)(x, y)
-    operations: dict[str, Callable[[], Tensor]] = {
-        "and": lambda: x & y,
-        "or": lambda: x | y,
-        "xor": lambda: x ^ y,
-        "not": lambda: ~x,
-        "where": lambda: torch.where(x, y, rest[1]),
-        "add": lambda: x + y,
-        "sub": lambda: x - y,
-        "rsub": lambda: y - x,
-        "mul": lambda: x * y,
-        "times": lambda: x * y,
-        "min": lambda: torch.minimum(x, y),
-        "max": lambda: torch.maximum(x, y),
-        "abs": lambda: x.abs(),
-        "neg": lambda: -x,
-        "narrow": lambda: x.to(torch.int16).to(torch.int64),
-        "div": lambda: x // y,
-        "trunc": lambda: torch.div(x, y, rounding_mode="trunc"),
-        "mod": lambda: x % y,
-    }
-    return operations[name]()
-
-
-def environment(p: Tensor, d: Tensor, keep: Tensor) -> dict[str, Tensor]:
-    return {
-        "q": p[None, None, :, None],
-        "k": p[None, None, None, :],
-        "dq": d[:, None, :, None],
-        "dk": d[:, None, None, :],
-        "pad": keep[:, None, None, :].expand(-1, -1, p.shape[0], -1),
-    }
-
-
-@st.composite
-def vectors(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    size = draw(st.integers(8, 40))
-    seed = draw(st.integers(0, 2**16))
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(high: int, *shape: int) -> Tensor:
-        return torch.randint(0, high, shape, generator=generator)
-
-    positions, documents = torch.arange(size), random(4, 3, size).sort(-1)[0]
-    style = draw(st.sampled_from(["plain", "plain", "restart", "random"]))
-    if style == "restart":
-        positions = positions % draw(st.integers(3, size))
-    elif style == "random":
-        positions, documents = random(size, size), random(4, 3, size)
-    keep = torch.arange(size) >= random(size, 3, 1)
-    return positions, documents, keep
-
-
-@st.composite
-def chunk_bounds(draw: st.DrawFn, size: int) -> list[Range]:
-    edges = draw(st.lists(st.integers(1, size - 1), max_size=5, unique=True))
-    return cuts(size, *sorted(edges))
-
-
-@settings(max_examples=60)
-@given(st.data(), booleans(2), vectors())
-def test_random_bool_masks(
-    data: st.DataObject, expr: Any, inputs: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    size = inputs[0].shape[0]
-    case = case_of(lambda *v: evaluate(expr, environment(*v)), *inputs)
-    q, k = data.draw(chunk_bounds(size)), data.draw(chunk_bounds(size))
-    check(case, q, k)
-    check(case, q, q)
-
-
-@settings(max_examples=60)
-@given(st.data(), booleans(1), vectors(), st.sampled_from([-torch.inf, MIN, -1e4]))
-def test_random_additive_masks(
-    data: st.DataObject,
-    expr: Any,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    hidden: float,
-) -> None:
-    size = inputs[0].shape[0]
-
-    def fn(*v: Tensor) -> Tensor:
-        env = environment(*v)
-        bias = (env["k"] - env["q"]) * 0.25 * (env["dk"] > 2)
-        return torch.where(evaluate(expr, env), bias, hidden)
-
-    case = case_of(fn, *inputs)
-    q, k = data.draw(chunk_bounds(size)), data.draw(chunk_bounds(size))
-    check(case, q, k)
-    check(case, q, q)
-
-
-@settings(max_examples=60)
-@given(st.data(), integers(3), vectors())
-def test_random_bounds_hold(
-    data: st.DataObject, expr: Any, inputs: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Integers wrap around, casts cut off: the bounds hold for what comes out."""
-    size = inputs[0].shape[0]
-    case = case_of(lambda *v: evaluate(expr, environment(*v)).double(), *inputs)
-    q, k = data.draw(chunk_bounds(size)), data.draw(chunk_bounds(size))
-    bounds = case.evaluator.bounds(q, k)
-    for (i, rows), (j, columns) in itertools.product(enumerate(q), enumerate(k)):
-        want = case.dense[..., slice(*rows), slice(*columns)]
-        shape = (*want.shape[:-2], len(q), len(k))
-        lo, hi = (
-            x.expand(shape)[..., i, j, None, None] for x in (bounds.lo, bounds.hi)
-        )
-        assert (lo <= want).all() and (want <= hi).all()
-    case.evaluator.table(q, k)
-
-
-@settings(max_examples=40)
-@given(st.data(), vectors(), st.integers(1, 20))
-def test_simple_masks_are_tight(
-    data: st.DataObject, inputs: tuple[Tensor, Tensor, Tensor], window: int
-) -> None:
-    """Causal, window and sorted documents: no PARTIAL tile is all or nothing."""
-    documents = inputs[1][0].sort()[0]
-    positions = torch.arange(documents.shape[0])
-
-    def fn(p: Tensor, d: Tensor) -> Tensor:
-        q, k, near = p[:, None], p[None, :], p[:, None] - p[None, :]
-        choice = data.draw(st.sampled_from(["causal", "window", "documents"]))
-        mask = k <= q
-        if choice == "window":
-            mask = mask & (near < window)
-        elif choice == "documents":
-            mask = mask & (d[:, None] == d[None, :])
-        return mask
-
-    case = case_of(fn, positions, documents)
-    bounds = data.draw(chunk_bounds(positions.shape[0]))
-    check(case, bounds, bounds)
-    check_tight(case, bounds)

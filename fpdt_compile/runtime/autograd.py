@@ -7,7 +7,8 @@ backward, where gradient hooks, DDP, FSDP and optimizer-in-backward look for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,16 @@ class Stage:
     input_grad: Callable[[Step, str], Tensor | None]
 
 
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Bodies hold the casts of the autocast state they were captured in; none may be added."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 class StageNode(torch.autograd.Function):
     """Outputs: the token, then the stage's results."""
 
@@ -54,7 +65,8 @@ class StageNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.step, ctx.stage = step, stage
         ctx.save_for_backward(*inputs)
-        results = stage.run(step)
+        with no_autocast():
+            results = stage.run(step)
         fixed = [r for r in results if not r.requires_grad and not r.is_floating_point()]
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
@@ -70,7 +82,8 @@ class StageNode(torch.autograd.Function):
         inputs = ctx.saved_tensors  # raises if the graph was freed or a parameter was changed
         step, stage = ctx.step, ctx.stage
         step.keep_graph = get_keep_graph()
-        stage.differentiate(step, grads[1:], step.keep_graph)
+        with no_autocast():
+            stage.differentiate(step, grads[1:], step.keep_graph)
         found = []
         for name, tensor, needed in zip(stage.inputs, inputs, ctx.needs_input_grad[3:]):
             grad = stage.input_grad(step, name)
@@ -123,7 +136,7 @@ class StepRunner:
         self, step: Step, stage: Stage, token: Tensor, train: bool
     ) -> tuple[Tensor, ...]:
         if not train:
-            with torch.no_grad():
+            with torch.no_grad(), no_autocast():
                 return (token, *stage.run(step))
         return StageNode.apply(
             step, stage, token, *(step.inputs[name] for name in stage.inputs)
