@@ -181,3 +181,23 @@ def own_errors() -> Iterator[None]:
         if type(inner).__module__.startswith("fpdt_compile"):
             raise inner from None
         raise
+
+
+@contextlib.contextmanager
+def no_new_guards(module: GraphModule) -> Iterator[None]:
+    """The graph's sizes belong to Dynamo: nothing done here may specialize them."""
+    env = next(
+        (
+            size.node.shape_env
+            for node in module.graph.nodes
+            if isinstance(node.meta.get("val"), torch.Tensor)
+            for size in node.meta["val"].shape
+            if isinstance(size, torch.SymInt)
+        ),
+        None,
+    )
+    if env is None:
+        yield
+        return
+    with env.error_on_new_guards():
+        yield

@@ -78,19 +78,19 @@ def insert_call(
         for key in ("stack_trace", "autocast", "nn_module_stack")
         if key in like.meta
     }
-    set_value(node)
+    set_value(node, like)
     return node
 
 
-def set_value(node: Node) -> None:
-    """Compute ``node.meta["val"]`` from its inputs' fake values."""
+def set_value(node: Node, like: Node) -> None:
+    """Compute ``node.meta["val"]`` from its inputs' fake values, in ``like``'s fake mode."""
     args, kwargs = pytree.tree_map_only(
         Node, lambda x: x.meta["val"], (node.args, node.kwargs)
     )
     mode = next(
         (
             leaf.fake_mode
-            for leaf in pytree.tree_leaves((args, kwargs))
+            for leaf in pytree.tree_leaves((args, kwargs, like.meta["val"]))
             if hasattr(leaf, "fake_mode")
         ),
         None,

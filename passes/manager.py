@@ -1,7 +1,8 @@
 """The order of the passes, and the one place where CantChunk is caught.
 
 In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or ``explain``)
-reads. Order: ``normalize`` first, because every later pass has fewer cases; ``fold_repeat_kv``
+reads. Order: ``pad_shifted_losses`` first, because ``normalize`` splits the mean
+losses it leaves behind; ``normalize`` next, because every later pass has fewer cases; ``fold_repeat_kv``
 before attention is matched, so that G heads are stored; then axes, attention, mixers, cut and plan,
 each of which reads what the ones before it found.
 """
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from .._torch_private import no_new_guards
 from ..config import FpdtConfig
 from ..debug import op_counts, record_stage
 from ..errors import CantChunk, InvariantError, Rejection
-from ..graph import Attention, CapturedGraph, FeedForward, Mixer, NodeKind, is_tensor, value_of
+from ..graph import Attention, CapturedGraph, FeedForward, Mixer, NodeKind, is_tensor, size_expr, value_of
 from ..plan import ChunkPlan
 from .base import GraphPass, PassContext
 from .cut_regions import Cut, cut_regions, returned_nodes
@@ -29,6 +31,7 @@ from .match_attention import find_attentions
 from .match_feed_forward import find_feed_forwards
 from .match_lm_head import find_head
 from .normalize import Normalize
+from .pad_shifted_losses import PadShiftedLosses
 from .plan_chunks import plan_chunks
 from .verify import verify_graph
 
@@ -37,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def rewriting_passes() -> list[GraphPass]:
     """In order; see the module docstring for why."""
-    return [Normalize(), FoldRepeatKV()]
+    return [PadShiftedLosses(), Normalize(), FoldRepeatKV()]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,8 +63,9 @@ def analyze(captured: CapturedGraph, config: FpdtConfig) -> Analysis:
     """Run every pass up to the plan. With ``config.strict`` the first refusal is raised."""
     result = Analysis(captured=captured)
     try:
-        run_passes(captured, config)
-        find_everything(captured, config, result)
+        with no_new_guards(captured.module):
+            run_passes(captured, config)
+            find_everything(captured, config, result)
     except CantChunk as error:
         if config.strict:
             raise
@@ -106,6 +110,8 @@ def find_everything(
     captured: CapturedGraph, config: FpdtConfig, result: Analysis
 ) -> None:
     graph, symbol = captured.module.graph, captured.token_symbol
+    if symbol is None and is_short(captured):
+        return
     if symbol is None:
         raise CantChunk(
             Rejection(
@@ -151,6 +157,24 @@ def find_everything(
     if len(found) != len(result.attentions) + rejected:
         raise InvariantError("attentions found are not the ones rewritten and rejected")
     result.plan = plan_chunks(graph, tokens, result.cut, symbol, config)
+
+
+# torch specializes sizes 0 and 1; S - 1 or S // 2 of the model's code reach them up to here.
+SHORT = 4
+
+
+def is_short(captured: CapturedGraph) -> bool:
+    """Whether the token dimension is a number because the sequence is only a few tokens long."""
+    dims = [
+        value_of(n).shape[1]
+        for n in captured.module.graph.nodes
+        if n.op == "placeholder"
+        and is_tensor(n)
+        and value_of(n).dim() >= 2
+        and not value_of(n).is_floating_point()
+    ]
+    sizes = [size_expr(d) for d in dims]
+    return bool(sizes) and all(size.is_Integer and size <= SHORT for size in sizes)
 
 
 def dropped_outputs(

@@ -12,17 +12,17 @@ In: the graph as captured. Out: the same values, with
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from .base import GraphPass, insert_call, refuse
 from .find_token_axes import LOSSES
+from .sizes import find_size, size_of_expr
 from .token_rules import arg, op_name
 
 aten = torch.ops.aten
@@ -223,39 +223,10 @@ def split_mean(captured: CapturedGraph, node: Node) -> None:
     dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
     with graph.inserting_before(node):
         total = insert_call(graph, aten.sum.dim_IntList, (x, dims, keepdim), dtype, node)
-        count: Node | int = 1
-        for dim in dims:
-            count = multiply(graph, count, size_node(captured, shape[dim], node), node)
+        size = sympy.Mul(*(size_expr(shape[dim]) for dim in dims))
+        count = size_of_expr(graph, size, node)
         mean = insert_call(graph, aten.div.Tensor, (total, count), {}, node)
     replace_keeping_grad(node, mean, [total, mean])
-
-
-def size_node(captured: CapturedGraph, size: int | torch.SymInt, like: Node) -> Node | int:
-    """A graph value equal to ``size``, taken from an input's shape (known before any compute)."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    found = find_size(like.graph, size_expr(size), like)
-    if found is None:
-        raise refuse(
-            like,
-            f"means over a dimension of size {size_expr(size)}",
-            "take the mean over plain dims",
-        )
-    return found
-
-
-def find_size(graph: Graph, wanted: sympy.Expr, like: Node) -> Node | None:
-    """An input's size that equals ``wanted``: a SymInt input, or a new sym_size call."""
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if isinstance(value_of(node), torch.SymInt) and value_of(node).node.expr == wanted:
-            return node
-        if is_tensor(node):
-            for dim, have in enumerate(value_of(node).shape):
-                if size_expr(have) == wanted:
-                    return insert_call(graph, aten.sym_size.int, (node, dim), {}, like)
-    return None
 
 
 def size_from_input(captured: CapturedGraph, node: Node) -> None:
@@ -265,12 +236,6 @@ def size_from_input(captured: CapturedGraph, node: Node) -> None:
     if size is not None:
         node.replace_all_uses_with(size)
         node.graph.erase_node(node)
-
-
-def multiply(graph: Graph, a: Node | int, b: Node | int, like: Node) -> Node | int:
-    if isinstance(a, int) and isinstance(b, int):
-        return a * b
-    return insert_call(graph, operator.mul, (a, b), {}, like)
 
 
 def replace_keeping_grad(old: Node, new: Node, made: list[Node]) -> None:

@@ -236,6 +236,18 @@ def test_users_buffer() -> None:
     check(floats, every(30, 10), every(30, 10))
 
 
+def test_causal_buffer_is_looked_at_everywhere() -> None:
+    """Pieces off the diagonal that no bound decides are looked at too."""
+    p, buffer = torch.arange(600), torch.ones(600, 600, dtype=torch.bool).tril()
+    for i, j in ((590, 5), (5, 590), (300, 40), (300, 301)):
+        changed = buffer.clone()
+        changed[i, j] = ~changed[i, j]
+        case = case_of(lambda p, b: b & (p[None, :] >= 0), p, changed)
+        assert kinds(case, [(0, 600)]) == [[P]]
+    case = case_of(lambda p, b: b & (p[None, :] >= 0), p, buffer)
+    assert kinds(case, [(0, 600)]) == [[C]]
+
+
 def test_slice_of_a_long_buffer() -> None:
     """GPT-2's way: a [1, 1, max, max] buffer cut to the length is read in place."""
     buffer = torch.ones(1, 1, 64, 64).tril().bool()

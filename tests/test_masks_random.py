@@ -7,19 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
-from mask_cases import MIN, Range, case_of, check, check_tight, cuts
+from mask_cases import MIN, Case, Range, case_of, check, check_tight, cuts
 from torch import Tensor
 
 LIMIT = torch.iinfo(torch.int64).max
 
 
 def integers(depth: int) -> st.SearchStrategy[Any]:
-    leaf = st.one_of(
-        st.sampled_from(["q", "k", "dq", "dk"]).map(lambda x: (x,)),
-        st.tuples(st.just("mul"), st.just(("k",)), st.sampled_from([-2, 3, LIMIT])),
-    )
+    leaf = st.sampled_from(["q", "k", "dq", "dk"]).map(lambda x: (x,))
     if depth == 0:
         return leaf
     x = integers(depth - 1)
@@ -27,6 +25,7 @@ def integers(depth: int) -> st.SearchStrategy[Any]:
         leaf,
         st.tuples(st.sampled_from(["add", "sub", "min", "max", "times"]), x, x),
         st.tuples(st.sampled_from(["add", "rsub"]), x, st.sampled_from([-7, 1, LIMIT])),
+        st.tuples(st.just("mul"), x, st.sampled_from([-2, 3, LIMIT])),
         st.tuples(st.sampled_from(["abs", "neg", "narrow"]), x),
         st.tuples(
             st.sampled_from(["div", "trunc", "mod"]), x, st.sampled_from([1, 3, 8])
@@ -158,6 +157,40 @@ def test_random_additive_masks(
     check(case, q, q)
 
 
+def check_bounds(case: Case, q: list[Range], k: list[Range]) -> None:
+    """Every element of every tile lies within the tile's bounds."""
+    bounds = case.evaluator.bounds(q, k)
+    for (i, rows), (j, columns) in itertools.product(enumerate(q), enumerate(k)):
+        want = case.dense[..., slice(*rows), slice(*columns)]
+        shape = (*want.shape[:-2], len(q), len(k))
+        lo, hi = (
+            x.expand(shape)[..., i, j, None, None] for x in (bounds.lo, bounds.hi)
+        )
+        assert (lo <= want).all() and (want <= hi).all()
+
+
+DIFFERENCE = ("sub", ("q",), ("k",))
+WRAPPING = [
+    ("mul", DIFFERENCE, LIMIT),
+    ("add", DIFFERENCE, LIMIT),
+    ("rsub", DIFFERENCE, -LIMIT),
+    ("neg", ("add", ("add", DIFFERENCE, LIMIT), 1)),
+    ("abs", ("add", DIFFERENCE, LIMIT)),
+    ("times", ("add", DIFFERENCE, LIMIT), ("add", ("q",), ("k",))),
+    ("narrow", ("mul", DIFFERENCE, 3000)),
+    ("div", ("mul", DIFFERENCE, LIMIT), -1),
+    ("mod", ("add", DIFFERENCE, LIMIT), 8),
+]
+
+
+@pytest.mark.parametrize("expr", WRAPPING, ids=str)
+def test_bounds_hold_where_integers_wrap(expr: Any) -> None:
+    inputs = torch.arange(40), torch.zeros(2, 40).long(), torch.ones(2, 40).bool()
+    case = case_of(lambda *v: evaluate(expr, environment(*v)).double(), *inputs)
+    for length in (40, 13, 4, 1):
+        check_bounds(case, cuts(40, *range(length, 40, length)), [(0, 7), (7, 40)])
+
+
 @settings(max_examples=60)
 @given(st.data(), integers(3), vectors())
 def test_random_bounds_hold(
@@ -167,14 +200,7 @@ def test_random_bounds_hold(
     size = inputs[0].shape[0]
     case = case_of(lambda *v: evaluate(expr, environment(*v)).double(), *inputs)
     q, k = data.draw(chunk_bounds(size)), data.draw(chunk_bounds(size))
-    bounds = case.evaluator.bounds(q, k)
-    for (i, rows), (j, columns) in itertools.product(enumerate(q), enumerate(k)):
-        want = case.dense[..., slice(*rows), slice(*columns)]
-        shape = (*want.shape[:-2], len(q), len(k))
-        lo, hi = (
-            x.expand(shape)[..., i, j, None, None] for x in (bounds.lo, bounds.hi)
-        )
-        assert (lo <= want).all() and (want <= hi).all()
+    check_bounds(case, q, k)
     case.evaluator.table(q, k)
 
 
