@@ -56,9 +56,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seq-len", type=int, default=16384, metavar="S")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--chunk-len", type=int, help="default: the library's choice")
+    parser.add_argument("--chunk-len", type=int, default=1024)
     parser.add_argument("--codegen", choices=["inductor", "eager"], default="inductor")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--feed-forward-size", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=2)
@@ -77,7 +77,9 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("steps", "layers", "hidden_size", "feed_forward_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.seq_len < SEARCH_GRID and not args.plain:
+    if args.plain:
+        args.chunk_len = None  # read by the chunked model only
+    elif args.seq_len < SEARCH_GRID:
         parser.error(f"--seq-len must be at least {SEARCH_GRID}, got {args.seq_len}")
     if args.chunk_len is not None and not 1 <= args.chunk_len <= args.seq_len:
         parser.error(

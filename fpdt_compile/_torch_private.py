@@ -201,3 +201,23 @@ def no_new_guards(module: GraphModule) -> Iterator[None]:
         return
     with env.error_on_new_guards():
         yield
+
+
+def specializations(module: GraphModule) -> list[tuple[int, str]]:
+    """Input sizes that were symbols until the traced code needed a number: (number, code and line)."""
+    found = []
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        for size in value.shape:
+            if not isinstance(size, torch.SymInt) or not size.node.expr.is_Integer:
+                continue
+            symbol, env = size.node._expr, size.node.shape_env
+            places = [
+                str(guard.sloc.maybe_user_loc or guard.sloc)
+                for guard in env.guards
+                if symbol in guard.expr.free_symbols
+            ]
+            found.append((int(size.node.expr), places[-1] if places else "unknown"))
+    return found

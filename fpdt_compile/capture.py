@@ -25,6 +25,7 @@ from ._torch_private import (
     is_checkpoint_op,
     make_fx,
     preserve_node_meta,
+    specializations,
 )
 from .graph import CapturedGraph, is_tensor, value_of
 from .passes.find_token_axes import find_token_symbol
@@ -75,6 +76,7 @@ def capture(module: GraphModule) -> CapturedGraph:
         token_symbol=find_token_symbol(graph),
         requires_grad=requires_grad,
         grad_enabled=torch.is_grad_enabled(),
+        specialized=tuple(specializations(module)),
     )
 
 

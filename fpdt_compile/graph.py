@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -90,7 +90,7 @@ class TileKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileTable:
-    """``kinds[i][j]`` for query chunk i and key chunk j; hashable, so schedules are cached by it."""
+    """``kinds[i][j]`` for query chunk i and key chunk j; hashable: schedules are cached by it."""
 
     kinds: tuple[tuple[TileKind, ...], ...]
 
@@ -161,7 +161,7 @@ class CapturedGraph:
     token_symbol: sympy.Symbol | None
     requires_grad: tuple[bool, ...]
     grad_enabled: bool
-    rejections: list[Rejection] = field(default_factory=list)
+    specialized: tuple[tuple[int, str], ...] = ()  # input sizes the model's code fixed, and where
 
 
 Axes = dict[Node, tuple[TokenAxis, ...]]

@@ -37,9 +37,13 @@ class PassContext:
 
 
 class GraphPass(ABC):
-    """A rewrite of the captured graph; ``name`` equals its file's name."""
+    """A rewrite of the captured graph; ``name`` equals its file's name.
+
+    ``leaves_pure``: whether no operator writes into its inputs afterwards (checked by verify).
+    """
 
     name: str
+    leaves_pure: bool = True
 
     @abstractmethod
     def find(self, captured: CapturedGraph) -> Iterable[Any]:

@@ -171,8 +171,8 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         analysis.axes[node] = ()
         if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}:
             kinds[node] = NodeKind.EPILOGUE
-        elif light and any(x in analysis.light for x in sources):
-            kinds[node] = NodeKind.VECTOR
+        elif is_random(node) or (light and any(x in analysis.light for x in sources)):
+            kinds[node] = NodeKind.VECTOR  # a seed is drawn once a call, not once a chunk
             analysis.light.add(node)
         else:
             kinds[node] = NodeKind.STATE
@@ -184,6 +184,9 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         axes, proved = shape_axes(ctx, node), False
         analysis.reasons[node] = str(error)
     analysis.axes[node] = axes
+    if proved and is_random(node):
+        proved = False
+        analysis.reasons[node] = "draws random numbers, which a recomputation would not repeat"
     if proved and uses_length_as_value(ctx, node):
         proved = light
         analysis.reasons[node] = "computes with the sequence length"
@@ -202,6 +205,15 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         )
     else:
         kinds[node] = NodeKind.TOKENWISE
+
+
+def is_random(node: Node) -> bool:
+    target = node.target
+    tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+    name = op_name(node)
+    if name in ("dropout", "feature_dropout", "alpha_dropout"):
+        return bool(arg(node, 2, "train")) and arg(node, 1, "p") != 0.0
+    return torch.Tag.nondeterministic_seeded in tags and name != "scaled_dot_product_attention"
 
 
 def is_plain_state(analysis: TokenAnalysis, node: Node) -> bool:

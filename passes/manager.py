@@ -2,7 +2,8 @@
 
 In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or ``explain``)
 reads. Order: ``pad_shifted_losses`` first, because ``normalize`` splits the mean
-losses it leaves behind; ``normalize`` next, because every later pass has fewer cases; ``fold_repeat_kv``
+losses it leaves behind; ``normalize`` next, because every later pass has fewer cases; ``counter_dropout``
+after it, on the dropouts that are left; ``fold_repeat_kv``
 before attention is matched, so that G heads are stored; then axes, attention, mixers, cut and plan,
 each of which reads what the ones before it found.
 """
@@ -23,6 +24,7 @@ from ..errors import CantChunk, InvariantError, Rejection
 from ..graph import Attention, CapturedGraph, FeedForward, Mixer, NodeKind, is_tensor, size_expr, value_of
 from ..plan import ChunkPlan
 from .base import GraphPass, PassContext
+from .counter_dropout import CounterDropout
 from .cut_regions import Cut, cut_regions, returned_nodes
 from .find_mixers import find_mixers
 from .find_token_axes import TokenAnalysis, find_token_axes
@@ -40,7 +42,7 @@ log = logging.getLogger(__name__)
 
 def rewriting_passes() -> list[GraphPass]:
     """In order; see the module docstring for why."""
-    return [PadShiftedLosses(), Normalize(), FoldRepeatKV()]
+    return [PadShiftedLosses(), Normalize(), CounterDropout(), FoldRepeatKV()]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,7 +91,7 @@ def run_passes(captured: CapturedGraph, config: FpdtConfig) -> None:
             continue
         before, start = op_counts(captured.module), time.perf_counter()
         count = graph_pass.run(captured, ctx)
-        verify_graph(captured, graph_pass.name)
+        verify_graph(captured, graph_pass.name, pure=graph_pass.leaves_pure)
         after = op_counts(captured.module)
         log.debug(
             "%s: %d rewrites in %.3f s, ops %s",
@@ -113,15 +115,7 @@ def find_everything(
     if symbol is None and is_short(captured):
         return
     if symbol is None:
-        raise CantChunk(
-            Rejection(
-                op="graph",
-                source="unknown",
-                reason="no input dimension is known to be the dynamic token dimension",
-                change="mark it dynamic (token_dims=, or dynamic=True with the fpdt backend), and "
-                "do not specialize it to a number",
-            )
-        )
+        raise CantChunk(no_token_dimension(captured))
     tokens = result.tokens = find_token_axes(graph, symbol)
     nodes = list(graph.nodes)
     found = [n for n in nodes if tokens.kinds[n] is NodeKind.ATTENTION]
@@ -157,6 +151,24 @@ def find_everything(
     if len(found) != len(result.attentions) + rejected:
         raise InvariantError("attentions found are not the ones rewritten and rejected")
     result.plan = plan_chunks(graph, tokens, result.cut, symbol, config)
+
+
+def no_token_dimension(captured: CapturedGraph) -> Rejection:
+    """Why there is no symbol for the sequence: the model's code fixed it, or nobody marked it."""
+    if captured.specialized:
+        number, place = captured.specialized[0]
+        return Rejection(
+            op="input size",
+            source=place,
+            reason=f"the token dimension is fixed to {number} by this line",
+            change="do not compare the sequence length with a number, or convert it with int()",
+        )
+    return Rejection(
+        op="graph",
+        source="unknown",
+        reason="no input dimension is known to be the token dimension",
+        change="name it with token_dims=, or use dynamic=True with the fpdt backend",
+    )
 
 
 # torch specializes sizes 0 and 1; S - 1 or S // 2 of the model's code reach them up to here.

@@ -42,6 +42,7 @@ class ShiftedLoss:
 
 class PadShiftedLosses(GraphPass):
     name = "pad_shifted_losses"
+    leaves_pure = False  # it runs before normalize
 
     def find(self, captured: CapturedGraph) -> Iterable[ShiftedLoss]:
         symbol = captured.token_symbol

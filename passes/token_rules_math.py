@@ -72,6 +72,27 @@ def matmul(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     return product(ctx, node, node.args[0], node.args[1])
 
 
+@rule("einsum")
+def einsum(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    """Tokenwise iff the token axis is one letter, in every operand that has one and the result."""
+    equation, tensors = node.args[0].replace(" ", ""), list(node.args[1])
+    if "->" not in equation or "." in equation:
+        raise NotTokenwise("an einsum without a full equation")
+    left, right = equation.split("->")
+    letters: dict[str, TokenAxis] = {}
+    for term, x in zip(left.split(","), tensors, strict=True):
+        for axis in ctx.of(x):
+            letter = term[axis.dim]
+            known = letters.setdefault(letter, axis)
+            if letter not in right or (known.outer, known.inner) != (axis.outer, axis.inner):
+                raise NotTokenwise("an einsum that sums over the token axis")
+    found = [
+        TokenAxis(dim=right.index(letter), outer=axis.outer, inner=axis.inner)
+        for letter, axis in letters.items()
+    ]
+    return tuple(sorted(found, key=lambda axis: axis.dim))
+
+
 @rule("addmm", "baddbmm")
 def addmm(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     return product(ctx, node, node.args[1], node.args[2], extra=node.args[0])
@@ -87,6 +108,7 @@ def addmm(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     "cumprod",
     "logcumsumexp",
     "sort",
+    "argsort",
     "topk",
     "flip",
     "roll",
@@ -94,7 +116,7 @@ def addmm(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 def along_dim(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     """Keeps the shape (topk: but for its own dim) and works along one or more dims."""
     x, name = node.args[0], op_name(node)
-    index, default = {"topk": (2, -1), "sort": (1, -1), "roll": (2, None)}.get(
+    index, default = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "roll": (2, None)}.get(
         name, (1, None)
     )
     dims = arg(node, index, "dims" if name in ("flip", "roll") else "dim", default)

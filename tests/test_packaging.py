@@ -172,14 +172,25 @@ def test_transformers_imports_with_the_root_on_the_path() -> None:
 
 
 def test_import_is_light(tmp_path: Path) -> None:
+    # torch._dynamo imports triton where it is installed; we add nothing to that.
     code = (
-        "import sys, torch\n"
+        "import sys, torch._dynamo\n"
         "before = set(sys.modules)\n"
         "import fpdt_compile\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(new & {'triton', 'transformers'}), torch.cuda.is_initialized())"
     )
     assert run_python(code, tmp_path) == "[] False"
+
+
+def test_import_needs_no_triton(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "import fpdt_compile\n"
+        "print(fpdt_compile.__version__)"
+    )
+    assert run_python(code, tmp_path)
 
 
 def test_import_starts_no_process_group_and_no_thread(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ chunks; see ``schedule`` for what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -233,8 +234,29 @@ def scatter(step: Step, name: str, whole: Tensor) -> list[Tensor]:
     ]
 
 
+@contextlib.contextmanager
+def repeated_randomness(step: Step, call: MixerCall) -> Iterator[None]:
+    """The first run of a mixer in a step draws its random numbers; later runs draw the same."""
+    device = next(
+        (x.device for x in step.inputs.values() if isinstance(x, Tensor)), torch.device("cpu")
+    )
+    states = step.random_states.get(call.name)
+    if states is None:
+        step.random_states[call.name] = (
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        )
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], device)
+        yield
+
+
 def mix(step: Step, call: MixerCall) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), repeated_randomness(step, call):
         outputs = call.run(mixer_inputs(step, call))
     for result, whole in zip(call.results, outputs, strict=True):
         for chunk, piece in enumerate(scatter(step, result.name, whole)):
@@ -249,7 +271,7 @@ def mix_backward(step: Step, call: MixerCall) -> None:
         return
     for i in wanted:
         flat[i] = flat[i].requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), repeated_randomness(step, call):
         outputs = call.run(flat)
     upstream = []
     for i in used:

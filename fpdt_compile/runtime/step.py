@@ -53,6 +53,7 @@ class Step:
         self.unit_grads: dict[tuple[str, int], Tensor] = {}
         self.unit_scale: Tensor | None = None
         self.keep_graph = False
+        self.random_states: dict[str, tuple[Tensor, Tensor | None]] = {}
         self.result_shapes: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self.parameter_grads = ParameterGradients()
         self.masks: dict[str, MaskEvaluator] = {}
