@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
@@ -75,6 +74,8 @@ def fake_with_symbolic_dims(
 
     Dims of equal hint share a symbol (duck shaping), all others are static.
     """
+    from torch._dynamo.source import LocalSource  # imports triton where it is installed
+
     context = StatelessSymbolicContext(
         dynamic_sizes=[
             DimDynamic.DUCK if d in dynamic_dims else DimDynamic.STATIC
@@ -221,3 +222,10 @@ def specializations(module: GraphModule) -> list[tuple[int, str]]:
             ]
             found.append((int(size.node.expr), places[-1] if places else "unknown"))
     return found
+
+
+def symbol_hint(tensor: torch.Tensor, expr: Any) -> int:
+    """The number that a size expression had when ``tensor``'s graph was captured."""
+    env = next(s for s in tensor.shape if isinstance(s, torch.SymInt)).node.shape_env
+    hint = getattr(env, "optimization_hint", None) or env.size_hint
+    return int(hint(expr))

@@ -28,6 +28,7 @@ import sympy
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from .._torch_private import symbol_hint
 from ..errors import InvariantError
 from ..graph import Attention, Head, Mixer, NodeKind, is_tensor, size_expr, value_of
 from .find_token_axes import TokenAnalysis
@@ -92,12 +93,13 @@ def returned_nodes(graph: Graph) -> list[Any]:
 
 
 def bytes_per_token(node: Node, symbol: sympy.Symbol) -> int:
-    """Bytes of a tensor for one token (other symbols, the batch, count as 1)."""
+    """Bytes of a tensor for one token of every batch row."""
     value = value_of(node)
     total = sympy.Integer(value.dtype.itemsize)
     for size in value.shape:
         total *= size_expr(size)
-    return int(total.subs({s: 1 for s in total.free_symbols}))
+    total = total.subs(symbol, 1)
+    return int(total.subs({s: symbol_hint(value, s) for s in total.free_symbols}))
 
 
 class Cutter:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from ..config import FpdtConfig
 from ..cost.memory import chunk_length, head_length
-from ..graph import Attention, NodeKind, is_tensor, size_expr, value_of
+from ..graph import Attention, NodeKind, is_tensor, value_of
 from ..plan import ChunkPlan
 from .cut_regions import Cut, bytes_per_token
 from .find_token_axes import TokenAnalysis
@@ -28,7 +28,6 @@ def plan_chunks(
 ) -> ChunkPlan:
     """The plan for one captured graph."""
     device = next(value_of(n).device.type for n in graph.nodes if is_tensor(n))
-    batch = batch_hint(graph, symbol)
     wide = [
         n
         for n in graph.nodes
@@ -37,14 +36,14 @@ def plan_chunks(
     in_head = after_head(cut)
     body = [n for n in wide if n not in in_head]
     levels = max(1, len(cut.blocks))
-    per_token = batch * sum(bytes_per_token(n, symbol) for n in body) // levels
+    per_token = sum(bytes_per_token(n, symbol) for n in body) // levels
     chunk_len = config.chunk_len or chunk_length(
-        per_token, batch * widest(body, symbol), device
+        per_token, widest(body, symbol), device
     )
     head_nodes = [n for n in wide if n in in_head]
     head_width = max((bytes_per_token(n, symbol) for n in head_nodes), default=1)
     head_len = config.head_len or head_length(
-        batch * head_width, batch * widest(head_nodes, symbol), device
+        head_width, widest(head_nodes, symbol), device
     )
     return ChunkPlan(
         chunk_len=chunk_len,
@@ -63,18 +62,6 @@ def widest(nodes: Iterable[Node], symbol: sympy.Symbol) -> int:
     )
 
 
-def batch_hint(graph: Graph, symbol: sympy.Symbol) -> int:
-    """The batch size at capture: the largest extent beside s of a two-dimensional input."""
-    found = 1
-    for node in graph.nodes:
-        if node.op == "placeholder" and is_tensor(node) and value_of(node).dim() >= 2:
-            sizes = [size_expr(s) for s in value_of(node).shape]
-            if symbol in sizes[1:2] and sizes[0] != symbol:
-                size = value_of(node).shape[0]
-                found = max(found, int(size) if sizes[0].is_Integer else size.node.hint)
-    return found
-
-
 def after_head(cut: Cut) -> set[Node]:
     """The head linear and what follows it."""
     if cut.head is None:
@@ -89,7 +76,7 @@ def after_head(cut: Cut) -> set[Node]:
 
 
 def stored_bytes(cut: Cut, symbol: sympy.Symbol, save: str) -> int:
-    """Bytes kept for the backward per token of one batch row: states, and attention outputs."""
+    """Bytes kept for the backward per token (of every batch row): states, attention outputs."""
     kept: dict[Node, None] = dict.fromkeys(cut.entry)
     for block in cut.blocks:
         kept.update(dict.fromkeys(block.state_out))
@@ -98,7 +85,10 @@ def stored_bytes(cut: Cut, symbol: sympy.Symbol, save: str) -> int:
         for block in cut.blocks:
             for barrier in block.barriers:
                 if isinstance(barrier, Attention):
+                    out = value_of(barrier.node)
                     total += bytes_per_token(barrier.node, symbol)
-                    heads = size_expr(value_of(barrier.node).shape[1])
-                    total += 4 * int(heads.subs({s: 1 for s in heads.free_symbols}))
+                    # logsumexp: one number a row and head, fp32 (float64 for float64)
+                    width = max(4, out.dtype.itemsize)
+                    rows = bytes_per_token(barrier.node, symbol) // out.dtype.itemsize
+                    total += width * rows // int(out.shape[-1])
     return total

@@ -32,6 +32,7 @@ from .._torch_private import (
     make_fx,
     new_fake_mode,
     outside_tracing,
+    symbol_hint,
 )
 from ..graph import size_expr, value_of
 from ..runtime.program import GradForm, GradSlot, Operand, OperandKind
@@ -131,8 +132,7 @@ def hint(size: int | torch.SymInt) -> int:
 def hint_of(expr: Any, source: Node) -> int:
     if expr.is_Integer:
         return int(expr)
-    env = next(s for s in value_of(source).shape if isinstance(s, torch.SymInt)).node.shape_env
-    return int(env.size_hint(expr))
+    return symbol_hint(value_of(source), expr)
 
 
 def trace_forward(region: Region, length: int) -> TracedBody:
