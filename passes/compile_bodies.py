@@ -48,7 +48,7 @@ class Executable:
         self.module = traced.module
         self.symbols = symbol_positions(traced.inputs)
         self.compiled: Callable[..., Any] | None = None
-        if codegen == "inductor":
+        if codegen == "inductor" and num_kernels(traced.module) >= WORTH_COMPILING:
             self.compiled = inductor_compile(traced.module, traced.inputs, traced.mode)
             self.guards = [
                 guard.expr for guard in traced.mode.shape_env.guards
@@ -87,6 +87,20 @@ class Executable:
             if expr.subs(values) != size:
                 return False
         return all(bool(guard.subs(values)) for guard in self.guards)
+
+
+# A graph of one kernel (a lookup, a product) has nothing to fuse.
+WORTH_COMPILING = 2
+
+
+def num_kernels(module: torch.fx.GraphModule) -> int:
+    """Operators that compute: not views, sizes or the like."""
+    return sum(
+        isinstance(node.target, torch._ops.OpOverload)
+        and not any(r.alias_info is not None for r in node.target._schema.returns)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        for node in module.graph.nodes
+    )
 
 
 def symbol_positions(inputs: Sequence[Any]) -> list[tuple[int, int | None, Any]]:

@@ -13,7 +13,9 @@ Algorithm:
 2. state[0] is the minimum vertex cut, in bytes per token, between the embeddings (or float inputs)
    and everything that later levels read; state[k + 1] is the same with ``state[k]`` and block k's
    outputs as sources. Light values (rotary tables) cost nothing: they are recomputed from vectors.
-   Among equal cuts the one nearest to the sources is taken (networkx returns that one).
+   Among equal cuts the one
+   after the most matrix products and before the most pointwise work is taken: what follows the
+   state is recomputed in the backward, so it should be cheap.
 
 For a decoder the state is the residual stream. Source: networkx.minimum_cut (max-flow min-cut).
 """
@@ -32,9 +34,12 @@ from .._torch_private import symbol_hint
 from ..errors import InvariantError
 from ..graph import Attention, Head, Mixer, NodeKind, is_tensor, size_expr, value_of
 from .find_token_axes import TokenAnalysis
-from .match_lm_head import find_head
+from .match_lm_head import PRODUCTS, find_head
+from .token_rules import op_name
 
 Barrier = Attention | Mixer
+TIE_POINTWISE = 1 << 8
+TIE_TOTAL = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +130,7 @@ class Cutter:
         self.levels: dict[Node, int] = dict.fromkeys(graph.nodes, 0)
         self.barrier_levels: dict[str, int] = {}
         self.assign_levels()
+        self.measure_depths()
 
     def is_stored_kind(self, node: Node) -> bool:
         """A value per token that must come from the chunks (light ones are recomputed)."""
@@ -188,7 +194,7 @@ class Cutter:
         while pending:
             node = pending.pop()
             storable = is_tensor(node)
-            capacity = {"capacity": bytes_per_token(node, self.symbol)} if storable else {}
+            capacity = {"capacity": self.cost(node)} if storable else {}
             network.add_edge((node, "in"), (node, "out"), **capacity)
             if self.read_later(node, level):
                 network.add_edge((node, "out"), "sink")
@@ -207,6 +213,27 @@ class Cutter:
         _, (near, far) = nx.minimum_cut(network, "source", "sink")
         chosen = [n for n in seen if (n, "in") in near and (n, "out") in far]
         return tuple(sorted(chosen, key=self.order.__getitem__))
+
+    def cost(self, node: Node) -> int:
+        """Bytes per token first; among equals see the module docstring."""
+        products, pointwise = self.depths[node]
+        tie = (self.most_products - products) * TIE_POINTWISE + min(
+            pointwise, TIE_POINTWISE - 1
+        )
+        return bytes_per_token(node, self.symbol) * TIE_TOTAL + min(tie, TIE_TOTAL - 1)
+
+    def measure_depths(self) -> None:
+        """Per node: matrix products on a path to it, and operators since the last of them."""
+        self.depths: dict[Node, tuple[int, int]] = {}
+        for node in self.graph.nodes:
+            before = [self.depths[x] for x in node.all_input_nodes]
+            products = max((p for p, _ in before), default=0)
+            pointwise = min((w for p, w in before if p == products), default=0)
+            if node.op == "call_function" and op_name(node) in PRODUCTS:
+                self.depths[node] = (products + 1, 0)
+            else:
+                self.depths[node] = (products, pointwise + 1)
+        self.most_products = max((p for p, _ in self.depths.values()), default=0)
 
     def entry_sources(self) -> list[Node]:
         """Float inputs, and what is first made per token from integers (embeddings)."""
