@@ -101,7 +101,11 @@ def inductor_compile(
     """Compile an inference graph (its backward is already part of it) with Inductor."""
     from torch._inductor.compile_fx import compile_fx
 
-    with outside_tracing(mode), torch.no_grad(), torch.amp.autocast("cpu", enabled=False):
+    with (
+        outside_tracing(mode),
+        torch.no_grad(),
+        torch.amp.autocast("cpu", enabled=False),
+    ):
         return compile_fx(module, list(inputs))
 
 
@@ -205,7 +209,8 @@ def no_new_guards(module: GraphModule) -> Iterator[None]:
 
 
 def specializations(module: GraphModule) -> list[tuple[int, str]]:
-    """Input sizes that were symbols until the traced code needed a number: (number, code and line)."""
+    """Input sizes that were symbols until the traced code needed a number: (number, code
+    and line)."""
     found = []
     for node in module.graph.nodes:
         value = node.meta.get("example_value")

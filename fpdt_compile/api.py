@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._torch_private import own_errors
 from .backend import FpdtBackend
 from .config import FpdtConfig
-from ._torch_private import own_errors
-from .token_dims import TokenMarker
 from .passes.compile_bodies import CompileStats
+from .token_dims import TokenMarker
 
-_BACKENDS: weakref.WeakKeyDictionary[nn.Module, FpdtBackend] = weakref.WeakKeyDictionary()
+_BACKENDS: weakref.WeakKeyDictionary[nn.Module, FpdtBackend] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def optimize(
@@ -93,7 +95,9 @@ def compile_stats(model: nn.Module | None = None) -> CompileStats:
     """Counters of ``model``'s compilations (of all optimized models together when None)."""
     if model is not None:
         if model not in _BACKENDS:
-            raise ValueError(f"model={type(model).__name__}: allowed is an optimized model")
+            raise ValueError(
+                f"model={type(model).__name__}: allowed is an optimized model"
+            )
         return _BACKENDS[model].stats
     total = CompileStats()
     for backend in _BACKENDS.values():

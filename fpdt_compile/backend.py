@@ -79,7 +79,10 @@ class FpdtBackend:
         if self.config.verify:
             verify_regions(lowering.regions)
         log.info(
-            "%d blocks, %d region bodies, plan %s", len(program.blocks), self.stats.bodies, plan
+            "%d blocks, %d region bodies, plan %s",
+            len(program.blocks),
+            self.stats.bodies,
+            plan,
         )
 
         def make_step(inputs: Sequence[Any]) -> Step:
@@ -105,7 +108,9 @@ def warn(rejections: Sequence[Rejection]) -> None:
     """One warning for everything that runs whole."""
     if rejections:
         listed = "\n  ".join(str(r) for r in rejections)
-        warnings.warn(f"fpdt_compile: a part of the model runs whole:\n  {listed}", stacklevel=2)
+        warnings.warn(
+            f"fpdt_compile: a part of the model runs whole:\n  {listed}", stacklevel=2
+        )
 
 
 def fpdt(

@@ -4,9 +4,10 @@ In: the GraphModule Dynamo hands to a backend. Out: a :class:`CapturedGraph` of 
 operators, in which ``aten.linear``, ``aten.scaled_dot_product_attention`` and friends are whole and
 every size that depends on the sequence is an expression in one symbol.
 
-Contract: Dynamo's graph is not changed. Each node carries ``val`` (fake value), ``stack_trace`` (the
-user's line), ``autocast`` (the state its ops run under: Dynamo keeps the caller's implicit), and
-``needs_grad``. Activation-checkpoint regions are inlined: what is recomputed is the planner's choice.
+Contract: Dynamo's graph is not changed. Each node carries ``val`` (fake value), ``stack_trace``
+(the user's line), ``autocast`` (the state its ops run under: Dynamo keeps the caller's implicit),
+and ``needs_grad``. Activation-checkpoint regions are inlined: what is recomputed is the planner's
+choice.
 
 Limits: higher-order ops other than checkpointing are left to fail the retrace, and the graph then
 runs as Dynamo captured it.
@@ -20,8 +21,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from ._torch_private import (
-    current_autocast,
     FakeTensor,
+    current_autocast,
     is_checkpoint_op,
     make_fx,
     preserve_node_meta,
@@ -30,14 +31,15 @@ from ._torch_private import (
 from .graph import CapturedGraph, is_tensor, value_of
 from .passes.find_token_axes import find_token_symbol
 
-
 CUSTOM_KEY = "fpdt_compile"
 
 
 class _Retracer(Interpreter):
     """Runs Dynamo's graph under a tracer, with checkpoint regions inlined."""
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if is_checkpoint_op(target):
             region, operands = args[0], args[1:]
             return _Retracer(region).run(*operands)
@@ -66,7 +68,9 @@ def capture(module: GraphModule) -> CapturedGraph:
         node.meta["requires_grad"] = node.meta["needs_grad"] = needs
         node.meta["input_name"] = source.name
     for node in graph.nodes:
-        if node.op == "get_attr":  # a small constant the model's code wrote, like x[..., [-2]]
+        if (
+            node.op == "get_attr"
+        ):  # a small constant the model's code wrote, like x[..., [-2]]
             node.meta["val"] = mode.from_tensor(getattr(traced, node.target))
         state = node.meta.get("custom", {}).get(CUSTOM_KEY, {})
         node.meta.update(state)
@@ -98,7 +102,10 @@ def label_modes(module: GraphModule) -> None:
         if name == "_enter_autocast":
             device, dtype, enabled = node.args[0], node.args[1], node.args[2]
             state = dict(stack[-1])
-            state[device] = (bool(enabled), dtype or state.get(device, (False, None))[1])
+            state[device] = (
+                bool(enabled),
+                dtype or state.get(device, (False, None))[1],
+            )
             entered[node] = len(stack)
             stack.append(state)
         elif name == "_exit_autocast":
@@ -131,4 +138,6 @@ def propagate_needs_grad(module: GraphModule) -> None:
 
 def input_tensors(graph: CapturedGraph) -> list[Node]:
     """The tensor placeholders, in order."""
-    return [n for n in graph.module.graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    return [
+        n for n in graph.module.graph.nodes if n.op == "placeholder" and is_tensor(n)
+    ]

@@ -88,7 +88,9 @@ class FpdtConfig:
 
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        allowed = "integers >= 1" if name == "seq_parallel" else "None and integers >= 1"
+        allowed = (
+            "integers >= 1" if name == "seq_parallel" else "None and integers >= 1"
+        )
         raise ValueError(f"{name}={value!r}: allowed are {allowed}")
 
 

@@ -1,7 +1,7 @@
 """Stage texts and counts for people who debug the compiler.
 
-``TORCH_LOGS="+fpdt_compile.passes"`` shows each pass; ``TORCH_TRACE`` (tlparse) gets the graph after
-each one.
+``TORCH_LOGS="+fpdt_compile.passes"`` shows each pass; ``TORCH_TRACE`` (tlparse) gets the graph
+after each one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,4 @@ def op_counts(module: GraphModule) -> Counter[str]:
 
 def record_stage(name: str, module: GraphModule) -> None:
     """Hand a graph to the structured trace."""
-    structured_trace(
-        f"fpdt_{name}", lambda: module.print_readable(print_output=False)
-    )
+    structured_trace(f"fpdt_{name}", lambda: module.print_readable(print_output=False))

@@ -67,13 +67,18 @@ class Report:
         return buffer.getvalue().rstrip()
 
     def table(self) -> Table:
-        table = Table(title=f"fpdt_compile: {self.model}, S = {self.seq_len}", show_header=False)
+        table = Table(
+            title=f"fpdt_compile: {self.model}, S = {self.seq_len}", show_header=False
+        )
         table.add_column(no_wrap=True)
         table.add_column()
         masks = ", ".join(f"{n} {kind}" for kind, n in self.masks.items()) or "none"
-        forwards = ", ".join(f"{n} {kind}" for kind, n in self.feed_forwards.items()) or "none"
+        forwards = (
+            ", ".join(f"{n} {kind}" for kind, n in self.feed_forwards.items()) or "none"
+        )
         table.add_row(
-            "attention", f"{self.attentions_chunked} of {self.attentions} in chunks ({masks})"
+            "attention",
+            f"{self.attentions_chunked} of {self.attentions} in chunks ({masks})",
         )
         table.add_row("feed-forward", forwards)
         table.add_row("LM head", self.head)
@@ -103,7 +108,10 @@ def gib(num_bytes: int) -> str:
 
 
 def explain(
-    model: nn.Module, *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+    model: nn.Module,
+    *inputs: Any,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Report:
     """Analyze a call of ``model`` with these inputs; nothing is computed or compiled.
 
@@ -144,7 +152,9 @@ def report(model: nn.Module, result: Analysis, config: FpdtConfig) -> Report:
         attentions_chunked=len(result.attentions),
         masks=dict(Counter(mask_label(a) for a in result.attentions)),
         feed_forwards=dict(Counter(f.kind for f in result.feed_forwards)),
-        head="none" if cut is None or cut.head is None else f"{cut.head.vocab_size} columns",
+        head="none"
+        if cut is None or cut.head is None
+        else f"{cut.head.vocab_size} columns",
         blocks=0 if cut is None else len(cut.blocks),
         chunk_len=0 if plan is None else plan.chunk_len,
         num_chunks=0 if plan is None else -(-seq_len // plan.chunk_len),
@@ -184,7 +194,16 @@ def num_bytes(node: Node, length: int | None = None) -> int:
 def saved_by_autograd(node: Node) -> bool:
     """An upper estimate of what eager training keeps: every float tensor that is not a view."""
     name = str(node.target)
-    views = ("view", "reshape", "transpose", "permute", "slice", "expand", "unsqueeze", "select")
+    views = (
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "slice",
+        "expand",
+        "unsqueeze",
+        "select",
+    )
     return value_of(node).is_floating_point() and not any(v in name for v in views)
 
 
@@ -209,7 +228,10 @@ def stored_after(result: Analysis, seq_len: int) -> int:
         total += sum(num_bytes(a.node) for a in result.attentions)
         for a in result.attentions:
             shape = value_of(a.node).shape
-            rows = [int(s.node.hint) if isinstance(s, torch.SymInt) else int(s) for s in shape[:3]]
+            rows = [
+                int(s.node.hint) if isinstance(s, torch.SymInt) else int(s)
+                for s in shape[:3]
+            ]
             total += 4 * rows[0] * rows[1] * rows[2]
     del symbol, seq_len
     return total
@@ -217,11 +239,15 @@ def stored_after(result: Analysis, seq_len: int) -> int:
 
 def largest_chunk(result: Analysis, seq_len: int) -> int:
     """The largest tensor of a region: its widest value at the chunk's (or head piece's) length."""
-    assert result.tokens is not None and result.plan is not None and result.cut is not None
+    assert (
+        result.tokens is not None and result.plan is not None and result.cut is not None
+    )
     plan, best = result.plan, 0
     head_nodes = after_head(result.cut)
     for node in result.captured.module.graph.nodes:
         if result.tokens.kinds[node] is NodeKind.TOKENWISE and is_tensor(node):
-            length = min(seq_len, plan.head_len if node in head_nodes else plan.chunk_len)
+            length = min(
+                seq_len, plan.head_len if node in head_nodes else plan.chunk_len
+            )
             best = max(best, num_bytes(node) * length // max(1, seq_len))
     return best

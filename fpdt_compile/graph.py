@@ -44,7 +44,9 @@ class NodeKind(enum.Enum):
     SYMBOL = "symbol"  # a SymInt / SymFloat / SymBool
     STATE = "state"  # no token axis, from parameters and buffers only
     VECTOR = "vector"  # small, from integer inputs only; computed whole, once a call
-    TOKENWISE = "tokenwise"  # one token axis, row t of the output needs row t of the inputs
+    TOKENWISE = (
+        "tokenwise"  # one token axis, row t of the output needs row t of the inputs
+    )
     MASK = "mask"  # two token axes, from vectors only; evaluated tile by tile
     ATTENTION = "attention"
     MIXER = "mixer"  # part of an op group that runs whole
@@ -84,7 +86,9 @@ class TileKind(enum.Enum):
 
     EMPTY = "empty"  # no query sees any key: skipped
     FULL = "full"  # every query sees every key: no mask
-    CAUSAL = "causal"  # equal ranges, key j visible to query i iff j <= i: the kernel's flag
+    CAUSAL = (
+        "causal"  # equal ranges, key j visible to query i iff j <= i: the kernel's flag
+    )
     PARTIAL = "partial"  # anything else: the mask graph is evaluated on the tile
 
 
@@ -161,7 +165,9 @@ class CapturedGraph:
     token_symbol: sympy.Symbol | None
     requires_grad: tuple[bool, ...]
     grad_enabled: bool
-    specialized: tuple[tuple[int, str], ...] = ()  # input sizes the model's code fixed, and where
+    specialized: tuple[
+        tuple[int, str], ...
+    ] = ()  # input sizes the model's code fixed, and where
 
 
 Axes = dict[Node, tuple[TokenAxis, ...]]

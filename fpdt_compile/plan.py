@@ -17,8 +17,8 @@ class ChunkPlan:
 
     ``chunk_len``: pre, attention and post; ``head_len``: pieces of the head, at most ``chunk_len``;
     ``tier``: where saved values wait; ``save``: "attention" keeps each attention's output and
-    logsumexp for the backward, "hidden" recomputes them; ``stored_bytes_per_token``: what a training
-    step keeps for one token of every batch row, over all blocks.
+    logsumexp for the backward, "hidden" recomputes them; ``stored_bytes_per_token``: what a
+    training step keeps for one token of every batch row, over all blocks.
     """
 
     chunk_len: int

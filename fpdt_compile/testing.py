@@ -51,7 +51,8 @@ def compare_training(
     *,
     loss_of: Callable[[Any], Tensor] = lambda output: output.loss,
 ) -> Comparison:
-    """One training step of both; see :class:`Comparison`. Missing gradients must be missing in both."""
+    """One training step of both; see :class:`Comparison`. Missing gradients must be
+    missing in both."""
     expected = train_once(reference, inputs, loss_of)
     actual = train_once(model, inputs, loss_of)
     return compare_gradients(model, reference, actual, expected)
@@ -64,7 +65,8 @@ def compare_gradients(
     loss_error = relative(actual, expected, expected.abs().max().item())
     pairs = dict(reference.named_parameters())
     largest = max(
-        (p.grad.abs().max().item() for p in pairs.values() if p.grad is not None), default=0.0
+        (p.grad.abs().max().item() for p in pairs.values() if p.grad is not None),
+        default=0.0,
     )
     worst, grad_error = "", 0.0
     for name, parameter in model.named_parameters():

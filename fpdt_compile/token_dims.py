@@ -17,7 +17,8 @@ from ._torch_private import mark_dynamic
 
 
 def default_token_dims(value: Tensor) -> tuple[int, ...]:
-    """Token dimensions by convention: ``[B, S]``, ``[B, S, d]``, ``[B, H, S, S]``, ``[3, B, S]``."""
+    """Token dimensions by convention: ``[B, S]``, ``[B, S, d]``, ``[B, H, S, S]``, ``[3,
+    B, S]``."""
     rank = value.dim()
     if rank == 2:
         return (1,)

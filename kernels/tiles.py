@@ -140,7 +140,7 @@ def math_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dS = P * (dO V^T - rowsum(dO * O)); dq = dS K, dk = dS^T Q, dv = P^T dO."""
-    batch, heads, _, size = q.shape
+    batch, heads = q.shape[:2]
     groups = k.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q)
@@ -149,18 +149,19 @@ def math_backward(
     for rows in row_blocks(q, k):
         scores = scores_of(q, k, rows, scale, causal, bias)
 
-        def grouped(x: Tensor) -> Tensor:
-            return x[:, :, rows].to(work).reshape(
-                batch, groups, heads // groups, -1, x.shape[-1]
-            )
-
-        upstream = grouped(grad)
-        logsum = grouped(lse.unsqueeze(-1))
+        upstream, logsum, output, query = (
+            x[:, :, rows]
+            .to(work)
+            .reshape(batch, groups, heads // groups, -1, x.shape[-1])
+            for x in (grad, lse.unsqueeze(-1), out, q)
+        )
         weights = torch.exp(scores - logsum)
-        delta = (upstream * grouped(out)).sum(-1, keepdim=True)
+        delta = (upstream * output).sum(-1, keepdim=True)
         inner = torch.matmul(upstream, values.unsqueeze(2).transpose(-1, -2)) - delta
         inner = inner * weights * scale
-        dq[:, :, rows] = torch.matmul(inner, keys.unsqueeze(2)).flatten(1, 2).to(dq.dtype)
-        dk += torch.matmul(inner.transpose(-1, -2), grouped(q)).sum(2)
+        dq[:, :, rows] = (
+            torch.matmul(inner, keys.unsqueeze(2)).flatten(1, 2).to(dq.dtype)
+        )
+        dk += torch.matmul(inner.transpose(-1, -2), query).sum(2)
         dv += torch.matmul(weights.transpose(-1, -2), upstream).sum(2)
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -68,7 +68,9 @@ class GraphPass(ABC):
 def refuse(node: Node, reason: str, change: str) -> CantChunk:
     """A CantChunk for ``node``, with the user's file and line."""
     return CantChunk(
-        Rejection(op=str(node.target), source=source_of(node), reason=reason, change=change)
+        Rejection(
+            op=str(node.target), source=source_of(node), reason=reason, change=change
+        )
     )
 
 

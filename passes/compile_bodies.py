@@ -50,9 +50,7 @@ class Executable:
         self.compiled: Callable[..., Any] | None = None
         if codegen == "inductor" and num_kernels(traced.module) >= WORTH_COMPILING:
             self.compiled = inductor_compile(traced.module, traced.inputs, traced.mode)
-            self.guards = [
-                guard.expr for guard in traced.mode.shape_env.guards
-            ]
+            self.guards = [guard.expr for guard in traced.mode.shape_env.guards]
             self.ranges = dict(traced.mode.shape_env.var_to_range)
         self.allowed: dict[tuple[int, ...], bool] = {}
 
@@ -71,7 +69,10 @@ class Executable:
         if known is None:
             known = self.allowed[sizes] = self.check(sizes)
             if not known:
-                log.info("sizes %s run uncompiled: outside the compiled graph's guards", sizes)
+                log.info(
+                    "sizes %s run uncompiled: outside the compiled graph's guards",
+                    sizes,
+                )
         return known
 
     def check(self, sizes: tuple[int, ...]) -> bool:
@@ -119,7 +120,9 @@ def symbol_positions(inputs: Sequence[Any]) -> list[tuple[int, int | None, Any]]
 class CompiledBody:
     """A region structure's code; forms are traced and compiled when they are asked for."""
 
-    def __init__(self, region: Region, length: int, codegen: str, stats: CompileStats) -> None:
+    def __init__(
+        self, region: Region, length: int, codegen: str, stats: CompileStats
+    ) -> None:
         self.key = region.key
         self.region = region
         self.length = length

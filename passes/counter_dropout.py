@@ -1,12 +1,13 @@
 """Dropout whose mask depends on a seed and the global position only.
 
-In: ``dropout(x, p, train=True)`` on a tensor with a plain token dimension. Out: pointwise arithmetic
-that decides for every element from (seed of this call and site, token number, place in the row). The
-mask is then the same however the sequence is cut, and a recomputation in the backward repeats it.
+In: ``dropout(x, p, train=True)`` on a tensor with a plain token dimension. Out: pointwise
+arithmetic that decides for every element from (seed of this call and site, token number, place in
+the row). The mask is then the same however the sequence is cut, and a recomputation in the
+backward repeats it.
 
 The seed is drawn once a call from torch's default generator, so ``torch.manual_seed`` reproduces a
-run; the bits are not those of eager dropout, the distribution is. Elements are hashed with two rounds
-of a 32-bit multiply-xorshift mix (constant 0x45d9f3b) in int64, where no product overflows.
+run; the bits are not those of eager dropout, the distribution is. Elements are hashed with two
+rounds of a 32-bit multiply-xorshift mix (constant 0x45d9f3b) in int64, where no product overflows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class CounterDropout(GraphPass):
                 continue
             sizes = [size_expr(s) for s in value_of(node).shape]
             tokens = [d for d, size in enumerate(sizes) if symbol in size.free_symbols]
-            if arg(node, 2, "train") and len(tokens) == 1 and sizes[tokens[0]] == symbol:
+            if (
+                arg(node, 2, "train")
+                and len(tokens) == 1
+                and sizes[tokens[0]] == symbol
+            ):
                 yield node
 
     def apply(self, captured: CapturedGraph, match: Node) -> None:
@@ -81,7 +86,9 @@ class _Writer:
             total = part if total is None else self.call(aten.add.Tensor, total, part)
             if dim != token:
                 stride = size_of_expr(
-                    self.node.graph, self.row_size(order[: order.index(dim) + 1]), self.node
+                    self.node.graph,
+                    self.row_size(order[: order.index(dim) + 1]),
+                    self.node,
                 )
         assert total is not None
         return total

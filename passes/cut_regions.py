@@ -94,7 +94,9 @@ def outputs_of(barrier: Barrier) -> tuple[Node, ...]:
 def returned_nodes(graph: Graph) -> list[Any]:
     """The graph's flat outputs: nodes and constants."""
     (output,) = [n for n in graph.nodes if n.op == "output"]
-    return list(pytree.tree_leaves(output.args[0], is_leaf=lambda x: isinstance(x, Node)))
+    return list(
+        pytree.tree_leaves(output.args[0], is_leaf=lambda x: isinstance(x, Node))
+    )
 
 
 def bytes_per_token(node: Node, symbol: sympy.Symbol) -> int:
@@ -158,7 +160,9 @@ class Cutter:
             for node in self.graph.nodes:
                 if node in self.owner:
                     continue
-                level = max((self.use_level(x) for x in node.all_input_nodes), default=0)
+                level = max(
+                    (self.use_level(x) for x in node.all_input_nodes), default=0
+                )
                 if self.levels.get(node, 0) != level:
                     self.levels[node] = level
                     changed = True

@@ -64,7 +64,9 @@ class RegionExtractor:
         self.length = self.chunk_length(body, leaves, operands)
         for leaf, operand in zip(leaves, operands, strict=True):
             if operand.axis is not None and not operand.axis.plain:
-                copies[leaf] = self.flatten_input(body, copies[leaf], operand.axis, leaf)
+                copies[leaf] = self.flatten_input(
+                    body, copies[leaf], operand.axis, leaf
+                )
         for node in members:
             copies[node] = self.copy(body, node, copies)
         body.output([copies[n] for n in outputs])
@@ -177,11 +179,15 @@ class RegionExtractor:
                 return body.call_function(aten.sym_size.int, (node, dim))
         return None
 
-    def flatten_input(self, body: Graph, node: Node, axis: TokenAxis, leaf: Node) -> Node:
+    def flatten_input(
+        self, body: Graph, node: Node, axis: TokenAxis, leaf: Node
+    ) -> Node:
         rank = value_of(leaf).dim()
-        return body.call_function(
-            aten.flatten.using_ints, (node, axis.dim, axis.dim + 2)
-        ) if rank else node
+        return (
+            body.call_function(aten.flatten.using_ints, (node, axis.dim, axis.dim + 2))
+            if rank
+            else node
+        )
 
     def copy(self, body: Graph, node: Node, copies: dict[Node, Node]) -> Node:
         new = body.node_copy(node, lambda x: self.lookup(body, x, copies))
@@ -215,8 +221,10 @@ class RegionExtractor:
         number: dict[Node, int] = {}
         lines = []
         for leaf, operand in zip(leaves, operands, strict=True):
-            lines.append(f"{operand.kind.value} {operand.axis} {operand.needs_grad} "
-                         f"{operand.dim_order} {describe(leaf, operand)}")
+            lines.append(
+                f"{operand.kind.value} {operand.axis} {operand.needs_grad} "
+                f"{operand.dim_order} {describe(leaf, operand)}"
+            )
         for node in body.nodes:
             number[node] = len(number)
             if node.op == "placeholder":

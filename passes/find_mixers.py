@@ -20,7 +20,13 @@ from ..graph import Mixer, NodeKind, is_tensor
 from .base import refuse, source_of
 from .find_token_axes import TokenAnalysis
 
-WIDE = (NodeKind.TOKENWISE, NodeKind.ATTENTION, NodeKind.MIXER, NodeKind.TOTAL, NodeKind.EPILOGUE)
+WIDE = (
+    NodeKind.TOKENWISE,
+    NodeKind.ATTENTION,
+    NodeKind.MIXER,
+    NodeKind.TOTAL,
+    NodeKind.EPILOGUE,
+)
 
 
 def find_mixers(graph: Graph, analysis: TokenAnalysis) -> list[Mixer]:
@@ -64,7 +70,9 @@ def merge_overlaps(flow: nx.DiGraph, groups: list[set[Node]]) -> list[set[Node]]
     return merged
 
 
-def make_mixer(group: set[Node], order: dict[Node, int], analysis: TokenAnalysis) -> Mixer:
+def make_mixer(
+    group: set[Node], order: dict[Node, int], analysis: TokenAnalysis
+) -> Mixer:
     members = sorted(group, key=order.__getitem__)
     first = next(n for n in members if n in analysis.reasons)
     reason = analysis.reasons[first]
@@ -76,11 +84,15 @@ def make_mixer(group: set[Node], order: dict[Node, int], analysis: TokenAnalysis
         for x in node.all_input_nodes:
             if x not in group:
                 inputs.setdefault(x)
-    change = "write it with operators that work token by token, or leave it: it runs whole"
+    change = (
+        "write it with operators that work token by token, or leave it: it runs whole"
+    )
     for node in outputs:
         axes = analysis.axes.get(node, ())
         if not is_tensor(node) or len(axes) != 1:
-            raise refuse(first, f"{reason}, and its result is not one row a token", change)
+            raise refuse(
+                first, f"{reason}, and its result is not one row a token", change
+            )
     return Mixer(
         name=first.name,
         nodes=tuple(members),

@@ -62,7 +62,10 @@ def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
             symbols |= size_expr(size).free_symbols
     counts: dict[sympy.Symbol, int] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and op_name(node) == "scaled_dot_product_attention":
+        if (
+            node.op == "call_function"
+            and op_name(node) == "scaled_dot_product_attention"
+        ):
             size = size_expr(value_of(node.args[0]).shape[-2])
             if size in symbols:
                 counts[size] = counts.get(size, 0) + 1
@@ -110,7 +113,9 @@ def classify_input(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> Non
         analysis.kinds[node] = NodeKind.STATE
         if small:
             analysis.light.add(node)
-    elif small or value.dim() <= 2:  # [B, S] floats are padding masks or weights of a loss
+    elif (
+        small or value.dim() <= 2
+    ):  # [B, S] floats are padding masks or weights of a loss
         analysis.kinds[node] = NodeKind.VECTOR
         if not node.meta.get("requires_grad", False):
             analysis.light.add(node)
@@ -164,15 +169,20 @@ def check_axes(ctx: RuleContext, node: Node, axes: tuple[TokenAxis, ...]) -> Non
 def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None:
     kinds, sources = analysis.kinds, list(node.all_input_nodes)
     source_kinds = {kinds[x] for x in sources}
-    light = all(x in analysis.light or kinds[x] is NodeKind.SYMBOL for x in sources if not
-                is_plain_state(analysis, x)) and not is_heavy(ctx, node)
+    light = all(
+        x in analysis.light or kinds[x] is NodeKind.SYMBOL
+        for x in sources
+        if not is_plain_state(analysis, x)
+    ) and not is_heavy(ctx, node)
     touched = any(ctx.of(x) for x in sources) or has_token_size(ctx, node)
     if not touched:
         analysis.axes[node] = ()
         if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}:
             kinds[node] = NodeKind.EPILOGUE
         elif is_random(node) or (light and any(x in analysis.light for x in sources)):
-            kinds[node] = NodeKind.VECTOR  # a seed is drawn once a call, not once a chunk
+            kinds[node] = (
+                NodeKind.VECTOR
+            )  # a seed is drawn once a call, not once a chunk
             analysis.light.add(node)
         else:
             kinds[node] = NodeKind.STATE
@@ -186,7 +196,9 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
     analysis.axes[node] = axes
     if proved and is_random(node):
         proved = False
-        analysis.reasons[node] = "draws random numbers, which a recomputation would not repeat"
+        analysis.reasons[node] = (
+            "draws random numbers, which a recomputation would not repeat"
+        )
     if proved and uses_length_as_value(ctx, node):
         proved = light
         analysis.reasons[node] = "computes with the sequence length"
@@ -197,7 +209,11 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         kinds[node] = NodeKind.ATTENTION
     elif not proved and is_total(ctx, node):
         kinds[node] = NodeKind.TOTAL
-    elif not proved or len(axes) != 1 or source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}:
+    elif (
+        not proved
+        or len(axes) != 1
+        or source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}
+    ):
         kinds[node] = NodeKind.MIXER
         analysis.reasons.setdefault(
             node,
@@ -213,19 +229,29 @@ def is_random(node: Node) -> bool:
     name = op_name(node)
     if name in ("dropout", "feature_dropout", "alpha_dropout"):
         return bool(arg(node, 2, "train")) and arg(node, 1, "p") != 0.0
-    return torch.Tag.nondeterministic_seeded in tags and name != "scaled_dot_product_attention"
+    return (
+        torch.Tag.nondeterministic_seeded in tags
+        and name != "scaled_dot_product_attention"
+    )
 
 
 def is_plain_state(analysis: TokenAnalysis, node: Node) -> bool:
     """A parameter or buffer (or what is made of them): does not make its user heavy."""
-    return analysis.kinds[node] is NodeKind.STATE and not node.meta.get("needs_grad", False)
+    return analysis.kinds[node] is NodeKind.STATE and not node.meta.get(
+        "needs_grad", False
+    )
 
 
 def light_kind(node: Node, axes: tuple[TokenAxis, ...], proved: bool) -> NodeKind:
     if len(axes) == 2:
         return NodeKind.MASK
     value = value_of(node)
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and proved and axes:
+    if (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and proved
+        and axes
+    ):
         return NodeKind.TOKENWISE
     return NodeKind.VECTOR
 
@@ -271,7 +297,8 @@ def uses_length_as_value(ctx: RuleContext, node: Node) -> bool:
 
 
 def is_total(ctx: RuleContext, node: Node) -> bool:
-    """A sum whose parts over chunks add up: a summed loss, or a sum over dims with the token one."""
+    """A sum whose parts over chunks add up: a summed loss, or a sum over dims with the
+    token one."""
     if not is_tensor(node) or any(ctx.has_symbol(size) for size in ctx.shape(node)):
         return False
     name = op_name(node)

@@ -1,9 +1,9 @@
 """Fold ``repeat_kv`` into attention, so that only G key/value heads are stored and exchanged.
 
-In: attention whose key or value is ``[B, G, S, D]`` repeated over heads to ``[B, H, S, D]``, written
-as unsqueeze + expand + reshape, as ``repeat_interleave`` or as ``repeat`` of one head. Out: the same
-attention on the unrepeated tensor with ``enable_gqa=True``, whose meaning (query head h reads
-key/value head h // (H/G)) is exactly that repetition.
+In: attention whose key or value is ``[B, G, S, D]`` repeated over heads to ``[B, H, S, D]``,
+written as unsqueeze + expand + reshape, as ``repeat_interleave`` or as ``repeat`` of one head.
+Out: the same attention on the unrepeated tensor with ``enable_gqa=True``, whose meaning (query
+head h reads key/value head h // (H/G)) is exactly that repetition.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
@@ -33,7 +32,10 @@ class FoldRepeatKV(GraphPass):
 
     def find(self, captured: CapturedGraph) -> Iterable[Repeated]:
         for node in captured.module.graph.nodes:
-            if node.op != "call_function" or op_name(node) != "scaled_dot_product_attention":
+            if (
+                node.op != "call_function"
+                or op_name(node) != "scaled_dot_product_attention"
+            ):
                 continue
             key, value = unrepeated(node.args[1]), unrepeated(node.args[2])
             if key is None or value is None or value_of(key).dim() != 4:
@@ -60,14 +62,22 @@ def unrepeated(x: Node) -> Node | None:
     if name not in VIEWS:
         return None
     wide = x.args[0]
-    if wide.op != "call_function" or op_name(wide) != "expand" or value_of(wide).dim() != 5:
+    if (
+        wide.op != "call_function"
+        or op_name(wide) != "expand"
+        or value_of(wide).dim() != 5
+    ):
         return None
     thin = wide.args[0]
     batch, groups, repeats, length, size = (size_expr(s) for s in value_of(wide).shape)
     expected = [batch, groups * repeats, length, size]
     if [size_expr(s) for s in value_of(x).shape] != expected:
         return None
-    if thin.op != "call_function" or op_name(thin) != "unsqueeze" or not is_tensor(thin):
+    if (
+        thin.op != "call_function"
+        or op_name(thin) != "unsqueeze"
+        or not is_tensor(thin)
+    ):
         return None
     if [size_expr(s) for s in value_of(thin).shape] != [batch, groups, 1, length, size]:
         return None

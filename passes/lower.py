@@ -17,8 +17,16 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph import Attention, CapturedGraph, Mixer, NodeKind, TokenAxis, is_tensor, size_expr
-from ..graph import value_of
+from ..graph import (
+    Attention,
+    CapturedGraph,
+    Mixer,
+    NodeKind,
+    TokenAxis,
+    is_tensor,
+    size_expr,
+    value_of,
+)
 from ..runtime.program import (
     AttentionCall,
     BlockProgram,
@@ -61,7 +69,9 @@ class Lowering:
         self.cache = cache
         self.chunk_len = chunk_len
         self.head_len = head_len
-        self.extractor = RegionExtractor(captured.module, analysis, captured.token_symbol)
+        self.extractor = RegionExtractor(
+            captured.module, analysis, captured.token_symbol
+        )
         self.vectors: dict[Node, None] = {}
         self.regions: list[tuple[RegionCall, Region]] = []
         self.train = captured.grad_enabled and any(captured.requires_grad)
@@ -187,7 +197,9 @@ class Lowering:
 
     # what runs whole ------------------------------------------------------------
 
-    def whole_graph(self, outputs: Sequence[Node], inputs: Sequence[Node]) -> GraphModule:
+    def whole_graph(
+        self, outputs: Sequence[Node], inputs: Sequence[Node]
+    ) -> GraphModule:
         """The part of the captured graph between ``inputs`` and ``outputs``, as it is."""
         members: set[Node] = set()
         pending = [n for n in outputs if n not in inputs]
@@ -213,9 +225,7 @@ class Lowering:
         inputs = list(dict.fromkeys([*placeholders, *given]))
         module = self.whole_graph(outputs, inputs)
         used = [n for n in module.graph.nodes if n.op == "placeholder" and n.users]
-        names = {n.name for n in used} | {
-            n.name for n in outputs if n in set(inputs)
-        }
+        names = {n.name for n in used} | {n.name for n in outputs if n in set(inputs)}
         for node in list(module.graph.nodes):
             if node.op == "placeholder" and node.name not in names:
                 module.graph.erase_node(node)
@@ -260,7 +270,9 @@ class Lowering:
             self.vectors.setdefault(node)
         vectors = [n for n in self.vectors if n.op != "placeholder"]
         return ChunkProgram(
-            input_names=tuple(n.name for n in self.graph.nodes if n.op == "placeholder"),
+            input_names=tuple(
+                n.name for n in self.graph.nodes if n.op == "placeholder"
+            ),
             prologue=self.by_name(vectors, ()) if vectors else None,
             vector_names=tuple(n.name for n in vectors),
             entry=entry,
@@ -273,7 +285,9 @@ class Lowering:
             outputs=tuple(specs),
             token_symbol=self.captured.token_symbol,
             axes=self.value_axes(),
-            needs_grad={n.name: self.needs_grad(n) for n in self.graph.nodes if is_tensor(n)},
+            needs_grad={
+                n.name: self.needs_grad(n) for n in self.graph.nodes if is_tensor(n)
+            },
             symbol_sources=symbol_sources(self.graph),
         )
 

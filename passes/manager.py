@@ -1,9 +1,9 @@
 """The order of the passes, and the one place where CantChunk is caught.
 
-In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or ``explain``)
-reads. Order: ``pad_shifted_losses`` first, because ``normalize`` splits the mean
-losses it leaves behind; ``normalize`` next, because every later pass has fewer cases; ``counter_dropout``
-after it, on the dropouts that are left; ``fold_repeat_kv``
+In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or
+``explain``) reads. Order: ``pad_shifted_losses`` first, because ``normalize`` splits the mean
+losses it leaves behind; ``normalize`` next, because every later pass has fewer cases;
+``counter_dropout`` after it, on the dropouts that are left; ``fold_repeat_kv``
 before attention is matched, so that G heads are stored; then axes, attention, mixers, cut and plan,
 each of which reads what the ones before it found.
 """
@@ -21,7 +21,16 @@ from .._torch_private import no_new_guards
 from ..config import FpdtConfig
 from ..debug import op_counts, record_stage
 from ..errors import CantChunk, InvariantError, Rejection
-from ..graph import Attention, CapturedGraph, FeedForward, Mixer, NodeKind, is_tensor, size_expr, value_of
+from ..graph import (
+    Attention,
+    CapturedGraph,
+    FeedForward,
+    Mixer,
+    NodeKind,
+    is_tensor,
+    size_expr,
+    value_of,
+)
 from ..plan import ChunkPlan
 from .base import GraphPass, PassContext
 from .counter_dropout import CounterDropout

@@ -35,7 +35,9 @@ def match_attention(
         check_operand(node, name, x, analysis)
     heads, groups = (size_expr(value_of(x).shape[1]) for x in (q, k))
     if size_expr(value_of(v).shape[1]) != groups or heads % groups != 0:
-        raise refuse(node, f"has {heads} query and {groups} key heads", "use H a multiple of G")
+        raise refuse(
+            node, f"has {heads} query and {groups} key heads", "use H a multiple of G"
+        )
     if scale is not None and not isinstance(scale, (int, float)):
         raise refuse(node, "has a scale that is computed", "pass the scale as a number")
     if dropout_p > 0.0:
@@ -81,7 +83,9 @@ def check_operand(node: Node, name: str, x: object, analysis: TokenAnalysis) -> 
         NodeKind.MIXER,
         NodeKind.VECTOR,
     ):
-        raise refuse(node, f"has a {name} that is not computed per token", "compute it per token")
+        raise refuse(
+            node, f"has a {name} that is not computed per token", "compute it per token"
+        )
 
 
 def check_mask(node: Node, mask: Node, analysis: TokenAnalysis) -> None:
@@ -93,7 +97,9 @@ def check_mask(node: Node, mask: Node, analysis: TokenAnalysis) -> None:
         )
     value = value_of(mask)
     if value.dtype is not torch.bool and not value.is_floating_point():
-        raise refuse(node, f"has a mask of dtype {value.dtype}", "use a bool or float mask")
+        raise refuse(
+            node, f"has a mask of dtype {value.dtype}", "use a bool or float mask"
+        )
 
 
 def find_attentions(

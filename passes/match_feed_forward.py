@@ -1,7 +1,8 @@
-"""Find feed-forwards for the report: plain ``down(act(up(x)))`` and gated ``down(act(gate(x)) * up(x))``.
+"""Find feed-forwards for the report: plain ``down(act(up(x)))`` and gated ``down(act(gate(x)) *
+up(x))``.
 
-In: the analyzed graph. Out: :class:`FeedForward` records. Pure. Feed-forwards need no rewrite of their
-own: they are tokenwise and run inside the blocks' post regions.
+In: the analyzed graph. Out: :class:`FeedForward` records. Pure. Feed-forwards need no rewrite of
+their own: they are tokenwise and run inside the blocks' post regions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ ACTIVATIONS = frozenset(
     "silu gelu relu relu6 leaky_relu elu selu celu mish tanh sigmoid hardswish softplus pow square "
     "erf mul add glu".split()
 )
-VIEWS = frozenset("reshape to slice split chunk getitem transpose permute dropout".split())
+VIEWS = frozenset(
+    "reshape to slice split chunk getitem transpose permute dropout".split()
+)
 MAX_DEPTH = 12
 
 
@@ -63,7 +66,9 @@ def linears_behind(node: Node, tokens: TokenAnalysis) -> tuple[list[Node], bool]
         if name == "linear":
             ups.setdefault(current)
         elif name in ACTIVATIONS or name in VIEWS:
-            activated = activated or (name in ACTIVATIONS and name not in ("mul", "add"))
+            activated = activated or (
+                name in ACTIVATIONS and name not in ("mul", "add")
+            )
             pending.extend(
                 x
                 for x in current.all_input_nodes

@@ -53,7 +53,9 @@ class Normalize(GraphPass):
                 yield Rewrite(node, erase_effect)  # its state is in each node's meta
             elif node.target is aten.sym_size.int and node.args[0].op != "placeholder":
                 yield Rewrite(node, size_from_input)
-            elif op_name(node) == "cat" and any(is_empty_vector(x) for x in node.args[0]):
+            elif op_name(node) == "cat" and any(
+                is_empty_vector(x) for x in node.args[0]
+            ):
                 yield Rewrite(node, drop_empty_parts)
             elif does_nothing(node):
                 yield Rewrite(node, replace_by_input)
@@ -78,7 +80,10 @@ def erase_effect(captured: CapturedGraph, node: Node) -> None:
 
 
 def is_mutation(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+    )
 
 
 def is_view(node: Node) -> bool:
@@ -86,7 +91,9 @@ def is_view(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", "") == "getitem"
-    return any(r.alias_info is not None for r in target._schema.returns) or op_name(node) in (
+    return any(r.alias_info is not None for r in target._schema.returns) or op_name(
+        node
+    ) in (
         "reshape",
         "contiguous",
         "to",
@@ -103,10 +110,15 @@ def functionalize(captured: CapturedGraph, node: Node) -> None:
     if not name.endswith("_") or not isinstance(target, Node):
         raise refuse(node, "writes into a tensor", change)
     if target.op == "placeholder" or is_view(target):
-        raise refuse(node, "writes into an input or into a view of another tensor", change)
+        raise refuse(
+            node, "writes into an input or into a view of another tensor", change
+        )
     order = {n: i for i, n in enumerate(node.graph.nodes)}
-    if any(is_view(user) and any(order[u] > order[node] for u in user.users)
-           for user in target.users if user is not node):
+    if any(
+        is_view(user) and any(order[u] > order[node] for u in user.users)
+        for user in target.users
+        if user is not node
+    ):
         raise refuse(node, "writes into a tensor that a view of is used later", change)
     packet = getattr(aten, name[:-1], None)
     overload = node.target._overloadname
@@ -134,16 +146,34 @@ def does_nothing(node: Node) -> bool:
         return False
     before, after = value_of(x), value_of(node)
     same_type = before.dtype == after.dtype and before.device == after.device
-    same_shape = [size_expr(s) for s in before.shape] == [size_expr(s) for s in after.shape]
-    if name in ("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "lift_fresh"):
+    same_shape = [size_expr(s) for s in before.shape] == [
+        size_expr(s) for s in after.shape
+    ]
+    if name in (
+        "to",
+        "_to_copy",
+        "type_as",
+        "contiguous",
+        "clone",
+        "alias",
+        "lift_fresh",
+    ):
         return same_type
     if name in ("expand", "expand_as", "slice", "narrow", "view_as"):
-        return same_type and same_shape and (name != "slice" or arg(node, 4, "step", 1) == 1)
+        return (
+            same_type
+            and same_shape
+            and (name != "slice" or arg(node, 4, "step", 1) == 1)
+        )
     if name in ("dropout", "feature_dropout", "alpha_dropout"):
         return not arg(node, 2, "train") or arg(node, 1, "p") == 0.0
     if name in ("add", "sub") and node.args[1:] == (0,):
         return same_type
-    if name in ("mul", "div") and len(node.args) == 2 and type(node.args[1]) in (int, float):
+    if (
+        name in ("mul", "div")
+        and len(node.args) == 2
+        and type(node.args[1]) in (int, float)
+    ):
         return node.args[1] == 1 and same_type
     return False
 
@@ -222,7 +252,9 @@ def split_mean(captured: CapturedGraph, node: Node) -> None:
     keepdim = bool(arg(node, 2, "keepdim", False))
     dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
     with graph.inserting_before(node):
-        total = insert_call(graph, aten.sum.dim_IntList, (x, dims, keepdim), dtype, node)
+        total = insert_call(
+            graph, aten.sum.dim_IntList, (x, dims, keepdim), dtype, node
+        )
         size = sympy.Mul(*(size_expr(shape[dim]) for dim in dims))
         count = size_of_expr(graph, size, node)
         mean = insert_call(graph, aten.div.Tensor, (total, count), {}, node)

@@ -1,8 +1,9 @@
 """Let a loss over ``logits[:, :-1]`` and ``labels[:, 1:]`` see the whole sequence.
 
-In: a classification loss whose rows are a part of the token axis: scores come, token by token, from a
-slice that drops the first ``a`` and last ``b`` tokens. Out: the same loss over all tokens, with the
-labels padded by ``ignore_index`` where rows were dropped; such rows add nothing to a sum or mean.
+In: a classification loss whose rows are a part of the token axis: scores come, token by token,
+from a slice that drops the first ``a`` and last ``b`` tokens. Out: the same loss over all tokens,
+with the labels padded by ``ignore_index`` where rows were dropped; such rows add nothing to a sum
+or mean.
 
 Contract: only for reductions "mean" and "sum", integer labels and no class weights; every operator
 between the slice and the loss is one that works row by row. Anything else is left alone.
@@ -10,7 +11,7 @@ between the slice and the loss is one that works row by row. Anything else is le
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import sympy
@@ -26,7 +27,9 @@ from .token_rules import arg, op_name
 aten = torch.ops.aten
 LOSS_IGNORE_INDEX = -100
 VIEWS = frozenset("view reshape _unsafe_view flatten unsqueeze squeeze".split())
-ROW_BY_ROW = VIEWS | frozenset("linear to _to_copy contiguous clone transpose permute tanh".split())
+ROW_BY_ROW = VIEWS | frozenset(
+    "linear to _to_copy contiguous clone transpose permute tanh".split()
+)
 
 
 class _Unsuitable(Exception):
@@ -98,7 +101,12 @@ def token_slice(node: Node, symbol: sympy.Symbol) -> tuple[int, int] | None:
     whole, part = (size_expr(value_of(x).shape[dim]) for x in (node.args[0], node))
     start = arg(node, 2, "start") or 0
     dropped = whole - part
-    if whole != symbol or not dropped.is_Integer or not isinstance(start, int) or start < 0:
+    if (
+        whole != symbol
+        or not dropped.is_Integer
+        or not isinstance(start, int)
+        or start < 0
+    ):
         return None
     return (start, int(dropped) - start) if 0 <= start <= dropped else None
 
@@ -172,7 +180,9 @@ class _Replay:
         if dims:
             parts = [self.ignored_rows(node, dims[0], n) for n in self.counts]
             pieces = [x for x in (parts[0], node, parts[1]) if x is not None]
-            return insert_call(self.graph, aten.cat.default, (pieces, dims[0]), {}, node)
+            return insert_call(
+                self.graph, aten.cat.default, (pieces, dims[0]), {}, node
+            )
         return self.again(node, self.labels)
 
     @property
@@ -192,7 +202,7 @@ class _Replay:
             self.graph, aten.full.default, (shape, self.ignored), options, like
         )
 
-    def again(self, node: Node, source) -> Node:
+    def again(self, node: Node, source: Callable[[Node], Node]) -> Node:
         def new_arg(x: Node) -> Node | int:
             if is_tensor(x):
                 return source(x) if has_part(x, self.symbol) else x

@@ -31,7 +31,9 @@ def plan_chunks(
     wide = [
         n
         for n in graph.nodes
-        if analysis.kinds[n] is NodeKind.TOKENWISE and is_tensor(n) and n not in analysis.light
+        if analysis.kinds[n] is NodeKind.TOKENWISE
+        and is_tensor(n)
+        and n not in analysis.light
     ]
     in_head = after_head(cut)
     body = [n for n in wide if n not in in_head]
@@ -58,7 +60,8 @@ def plan_chunks(
 
 def widest(nodes: Iterable[Node], symbol: sympy.Symbol) -> int:
     return max(
-        (bytes_per_token(n, symbol) // value_of(n).dtype.itemsize for n in nodes), default=1
+        (bytes_per_token(n, symbol) // value_of(n).dtype.itemsize for n in nodes),
+        default=1,
     )
 
 

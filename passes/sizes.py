@@ -19,7 +19,10 @@ def find_size(graph: Graph, wanted: sympy.Expr, like: Node) -> Node | None:
     for node in graph.nodes:
         if node.op != "placeholder":
             continue
-        if isinstance(value_of(node), torch.SymInt) and value_of(node).node.expr == wanted:
+        if (
+            isinstance(value_of(node), torch.SymInt)
+            and value_of(node).node.expr == wanted
+        ):
             return node
         if is_tensor(node):
             for dim, have in enumerate(value_of(node).shape):

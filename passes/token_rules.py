@@ -93,20 +93,28 @@ def only_axes(ctx: RuleContext, node: Node, allowed: Sequence[object]) -> None:
     """All inputs but ``allowed`` must be without token axes."""
     for source in node.all_input_nodes:
         if source not in allowed and ctx.of(source):
-            raise NotTokenwise(f"{source.name} has a token axis where a parameter is expected")
+            raise NotTokenwise(
+                f"{source.name} has a token axis where a parameter is expected"
+            )
 
 
-def not_over_tokens(ctx: RuleContext, x: Node, dims: Sequence[int], what: str) -> set[int]:
+def not_over_tokens(
+    ctx: RuleContext, x: Node, dims: Sequence[int], what: str
+) -> set[int]:
     """``dims`` (normalized) of ``x`` must hold no token axis."""
     rank = ctx.rank(x)
     normalized = {d % rank for d in dims} if rank else set()
     for axis in ctx.of(x):
         if axis.dim in normalized:
-            raise NotTokenwise(f"{what} runs over the token axis (dimension {axis.dim})")
+            raise NotTokenwise(
+                f"{what} runs over the token axis (dimension {axis.dim})"
+            )
     return normalized
 
 
-def broadcast(ctx: RuleContext, node: Node, inputs: Sequence[Node]) -> tuple[TokenAxis, ...]:
+def broadcast(
+    ctx: RuleContext, node: Node, inputs: Sequence[Node]
+) -> tuple[TokenAxis, ...]:
     """Axes of a pointwise operation with broadcasting."""
     rank = ctx.rank(node)
     found: dict[int, TokenAxis] = {}
@@ -116,13 +124,17 @@ def broadcast(ctx: RuleContext, node: Node, inputs: Sequence[Node]) -> tuple[Tok
             dim = axis.dim + shift
             moved = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
             if found.setdefault(dim, moved) != moved:
-                raise NotTokenwise("inputs are flattened over tokens in different orders")
+                raise NotTokenwise(
+                    "inputs are flattened over tokens in different orders"
+                )
     for x in inputs:
         shift, shape = rank - ctx.rank(x), ctx.shape(x)
         mine = {axis.dim + shift for axis in ctx.of(x)}
         for dim in found:
             if dim >= shift and dim not in mine and shape[dim - shift] != 1:
-                raise NotTokenwise(f"{x.name} meets the token axis with another dimension")
+                raise NotTokenwise(
+                    f"{x.name} meets the token axis with another dimension"
+                )
     return tuple(found[dim] for dim in sorted(found))
 
 
@@ -154,7 +166,14 @@ def quotient(product: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
 
 
 @rule(
-    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
 )
 def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     """Any view that keeps the element order: find the dim that holds the same token stride.
@@ -244,7 +263,8 @@ def drop_dim(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x = node.args[0]
     (dim,) = not_over_tokens(ctx, x, [int(arg(node, 1, "dim", 0))], op_name(node))
     return tuple(
-        TokenAxis(dim=a.dim - (a.dim > dim), outer=a.outer, inner=a.inner) for a in ctx.of(x)
+        TokenAxis(dim=a.dim - (a.dim > dim), outer=a.outer, inner=a.inner)
+        for a in ctx.of(x)
     )
 
 
@@ -274,7 +294,8 @@ def cat(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
             raise NotTokenwise("joins tensors whose token axes differ")
     if stacks:
         return tuple(
-            TokenAxis(dim=a.dim + (a.dim >= dim), outer=a.outer, inner=a.inner) for a in axes
+            TokenAxis(dim=a.dim + (a.dim >= dim), outer=a.outer, inner=a.inner)
+            for a in axes
         )
     if any(axis.dim == dim for axis in axes):
         raise NotTokenwise("concatenates along the token axis")
@@ -290,9 +311,14 @@ def repeat(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     for axis in ctx.of(x):
         if repeats[axis.dim + shift] != 1:
             raise NotTokenwise("repeats the token axis")
-        result.append(TokenAxis(dim=axis.dim + shift, outer=axis.outer, inner=axis.inner))
-    if any(ctx.has_symbol(s) for d, s in enumerate(ctx.shape(node)) if d not in
-           {a.dim for a in result}):
+        result.append(
+            TokenAxis(dim=axis.dim + shift, outer=axis.outer, inner=axis.inner)
+        )
+    if any(
+        ctx.has_symbol(s)
+        for d, s in enumerate(ctx.shape(node))
+        if d not in {a.dim for a in result}
+    ):
         raise NotTokenwise("repeats by the sequence length")
     return tuple(result)
 
@@ -306,7 +332,9 @@ def repeat_interleave(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     return ctx.of(x)
 
 
-@rule("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
+@rule(
+    "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"
+)
 def factory(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     """A constant: the same row at every token (empty's rows are nobody's to rely on)."""
     return ctx.axes_from_shape(ctx.shape(node))

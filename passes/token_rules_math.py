@@ -44,14 +44,18 @@ def product(
             dim = axis.dim + rank - own
             moved = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
             if found.setdefault(dim, moved) != moved:
-                raise NotTokenwise("factors are flattened over tokens in different orders")
+                raise NotTokenwise(
+                    "factors are flattened over tokens in different orders"
+                )
     for x, own in ((a, rank_a), (b, rank_b)):
         mine = {axis.dim + rank - own for axis in ctx.of(x)}
         shape = ctx.shape(x)
         for dim in found:
             batch = rank - own <= dim < rank - 2
             if batch and dim not in mine and shape[dim - rank + own] != 1:
-                raise NotTokenwise(f"{x.name} meets the token axis with another dimension")
+                raise NotTokenwise(
+                    f"{x.name} meets the token axis with another dimension"
+                )
     result = tuple(found[dim] for dim in sorted(found))
     if extra is not None and ctx.of(extra) and ctx.of(extra) != result:
         raise NotTokenwise("the added matrix has other token axes than the product")
@@ -84,7 +88,10 @@ def einsum(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         for axis in ctx.of(x):
             letter = term[axis.dim]
             known = letters.setdefault(letter, axis)
-            if letter not in right or (known.outer, known.inner) != (axis.outer, axis.inner):
+            if letter not in right or (known.outer, known.inner) != (
+                axis.outer,
+                axis.inner,
+            ):
                 raise NotTokenwise("an einsum that sums over the token axis")
     found = [
         TokenAxis(dim=right.index(letter), outer=axis.outer, inner=axis.inner)
@@ -116,9 +123,12 @@ def addmm(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 def along_dim(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     """Keeps the shape (topk: but for its own dim) and works along one or more dims."""
     x, name = node.args[0], op_name(node)
-    index, default = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "roll": (2, None)}.get(
-        name, (1, None)
-    )
+    index, default = {
+        "topk": (2, -1),
+        "sort": (1, -1),
+        "argsort": (1, -1),
+        "roll": (2, None),
+    }.get(name, (1, None))
     dims = arg(node, index, "dims" if name in ("flip", "roll") else "dim", default)
     if dims is None or dims == []:
         dims = range(ctx.rank(x))
@@ -200,7 +210,11 @@ def index(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         not_over_tokens(ctx, table, used, "indexing")
         grown = rank - len(used)
         return tuple(
-            TokenAxis(dim=a.dim + (grown if a.dim > used[0] else 0), outer=a.outer, inner=a.inner)
+            TokenAxis(
+                dim=a.dim + (grown if a.dim > used[0] else 0),
+                outer=a.outer,
+                inner=a.inner,
+            )
             for a in ctx.of(table)
         )
     found: dict[int, TokenAxis] = {}
@@ -213,7 +227,11 @@ def index(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 
 @rule("index_select")
 def index_select(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
-    x, dim, rows = node.args[0], int(node.args[1]) % ctx.rank(node.args[0]), node.args[2]
+    x, dim, rows = (
+        node.args[0],
+        int(node.args[1]) % ctx.rank(node.args[0]),
+        node.args[2],
+    )
     if ctx.of(x) and ctx.of(rows):
         raise NotTokenwise("selects tokens by tokens")
     if ctx.of(rows):
@@ -257,9 +275,7 @@ def token_loss(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     return loss_rows(ctx, scores, labels)
 
 
-def loss_rows(
-    ctx: RuleContext, scores: Node, labels: Node
-) -> tuple[TokenAxis, ...]:
+def loss_rows(ctx: RuleContext, scores: Node, labels: Node) -> tuple[TokenAxis, ...]:
     """Axes of the rows of a classification loss: scores ``[N, C, ...]`` against ``[N, ...]``."""
     if ctx.rank(scores) < 2 or value_of(labels).is_floating_point():
         raise NotTokenwise("a loss with class probabilities")

@@ -40,7 +40,12 @@ from .extract_regions import Region
 
 aten = torch.ops.aten
 TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default)
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.alias.default,
+)
 
 
 class BodyInterpreter(Interpreter):
@@ -50,7 +55,9 @@ class BodyInterpreter(Interpreter):
         with contextlib.ExitStack() as stack:
             for device, (enabled, dtype) in (node.meta.get("autocast") or {}).items():
                 if enabled:
-                    stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+                    stack.enter_context(
+                        torch.autocast(device, dtype=dtype, cache_enabled=False)
+                    )
             if node.meta.get("grad_off", False):
                 stack.enter_context(torch.no_grad())
             return super().run_node(node)
@@ -83,7 +90,9 @@ def fake_inputs(region: Region, length: int, mode: FakeTensorMode) -> list[Any]:
     for operand, source in zip(region.operands, region.sources, strict=True):
         if operand.kind is OperandKind.SYMBOL:
             carrier = torch.empty(int(value_of(source).node.hint), device="meta")
-            made.append(fake_with_symbolic_dims(mode, carrier, [0], source.name).shape[0])
+            made.append(
+                fake_with_symbolic_dims(mode, carrier, [0], source.name).shape[0]
+            )
         else:
             made.append(fake_operand(operand, source, length, mode))
     return made
@@ -95,17 +104,25 @@ def fake_operand(
     value = value_of(source)
     sizes, dynamic = [], []
     for dim, size in enumerate(value.shape):
-        axis = operand.axis if operand.axis is not None and operand.axis.dim == dim else None
+        axis = (
+            operand.axis
+            if operand.axis is not None and operand.axis.dim == dim
+            else None
+        )
         if axis is None:
             sizes.append(hint(size))
             if not size_expr(size).is_Integer:
                 dynamic.append(len(sizes) - 1)
             continue
-        parts = [length] if axis.plain else [
-            hint_of(axis.outer, source), length, hint_of(axis.inner, source)
-        ]
+        parts = (
+            [length]
+            if axis.plain
+            else [hint_of(axis.outer, source), length, hint_of(axis.inner, source)]
+        )
         for i, part in enumerate(parts):
-            symbolic = part is length or not (axis.outer, None, axis.inner)[i].is_Integer
+            symbolic = (
+                part is length or not (axis.outer, None, axis.inner)[i].is_Integer
+            )
             if symbolic:
                 dynamic.append(len(sizes))
             sizes.append(part)
@@ -164,7 +181,9 @@ def trace_backward(region: Region, length: int) -> TracedBody:
 def trace_forward_backward(region: Region, length: int) -> TracedBody:
     """Outputs, then gradients for a gradient of one of the single differentiable output."""
     wanted = [i for i, o in enumerate(region.operands) if o.needs_grad]
-    (total,) = [i for i, n in enumerate(region.outputs) if n.meta.get("needs_grad", False)]
+    (total,) = [
+        i for i, n in enumerate(region.outputs) if n.meta.get("needs_grad", False)
+    ]
 
     def both(*inputs: Any) -> list[torch.Tensor | None]:
         leaves, outputs = run_with_grad(region, inputs, wanted)
@@ -207,7 +226,11 @@ def trace(
     slots = split_gradients(module, region, num_outputs)
     module.recompile()
     return TracedBody(
-        module=module, inputs=inputs, mode=mode, num_outputs=num_outputs, grad_slots=slots
+        module=module,
+        inputs=inputs,
+        mode=mode,
+        num_outputs=num_outputs,
+        grad_slots=slots,
     )
 
 

@@ -35,7 +35,11 @@ def verify_graph(captured: CapturedGraph, stage: str, *, pure: bool) -> None:
         if "val" not in node.meta:
             raise InvariantError(f"after {stage}: {node.name} has no value")
         target = node.target
-        if pure and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if (
+            pure
+            and isinstance(target, torch._ops.OpOverload)
+            and target._schema.is_mutable
+        ):
             raise InvariantError(f"after {stage}: {node.name} writes into its input")
 
 
@@ -60,7 +64,10 @@ def verify_region(call: RegionCall, region: Region) -> None:
     half = VERIFY_TOKENS // 2
     pieces = [
         BodyInterpreter(region.module).run(
-            *(take(x, o, start, half) for x, o in zip(inputs, region.operands, strict=True))
+            *(
+                take(x, o, start, half)
+                for x, o in zip(inputs, region.operands, strict=True)
+            )
         )
         for start in (0, half)
     ]
@@ -69,8 +76,13 @@ def verify_region(call: RegionCall, region: Region) -> None:
         if result.axis is None:
             joined = parts[0] + parts[1]
         else:
-            split = [split_axis(p, result.axis, sizes(result.axis, region.outputs[i])) for p in parts]
-            joined = join_axis(torch.cat([x for x, _ in split], split[0][1]), result.axis)
+            split = [
+                split_axis(p, result.axis, sizes(result.axis, region.outputs[i]))
+                for p in parts
+            ]
+            joined = join_axis(
+                torch.cat([x for x, _ in split], split[0][1]), result.axis
+            )
         tolerance = TOLERANCE.get(whole[i].dtype, HALF_TOLERANCE)
         difference = (joined.double() - whole[i].double()).abs().max().item()
         if difference > tolerance * max(1.0, whole[i].double().abs().max().item()):
@@ -99,13 +111,21 @@ def random_operand(operand: Operand, source: torch.fx.Node) -> Any:
     value = value_of(source)
     shape: list[int] = []
     for dim, size in enumerate(value.shape):
-        axis = operand.axis if operand.axis is not None and operand.axis.dim == dim else None
+        axis = (
+            operand.axis
+            if operand.axis is not None and operand.axis.dim == dim
+            else None
+        )
         if axis is None:
             shape.append(hint(size))
         elif axis.plain:
             shape.append(VERIFY_TOKENS)
         else:
-            shape += [hint_of(axis.outer, source), VERIFY_TOKENS, hint_of(axis.inner, source)]
+            shape += [
+                hint_of(axis.outer, source),
+                VERIFY_TOKENS,
+                hint_of(axis.inner, source),
+            ]
     if value.is_floating_point():
         made: Tensor = torch.randn(shape, dtype=torch.float32, device=value.device)
         return made.to(value.dtype)

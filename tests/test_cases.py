@@ -1,4 +1,5 @@
-"""Public reports of what goes wrong in other tools (see each test), shown right here on one process."""
+"""Public reports of what goes wrong in other tools (see each test), shown right here
+on one process."""
 
 from __future__ import annotations
 
@@ -31,12 +32,15 @@ class LargestTensor(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(out):
             if isinstance(x, torch.Tensor) and x._base is None:
-                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.itemsize)
+                self.largest = max(
+                    self.largest, x.untyped_storage().nbytes() // x.itemsize
+                )
         return out
 
 
 def watch_steps(monkeypatch, mode):
-    """Enter ``mode`` inside each step: Dynamo does not run compiled code under a mode of outside."""
+    """Enter ``mode`` inside each step: Dynamo does not run compiled code under a mode of
+    outside."""
     original = StepRunner.__call__
     steps = []
 
@@ -80,7 +84,8 @@ def test_a_users_own_mask_is_exact(batched, additive):
             q, k, v = self.qkv(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, 1)
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             return F.cross_entropy(
-                self.head(x + a.transpose(1, 2).flatten(2)).flatten(0, 1), labels.flatten()
+                self.head(x + a.transpose(1, 2).flatten(2)).flatten(0, 1),
+                labels.flatten(),
             )
 
     torch.manual_seed(0)
@@ -90,7 +95,9 @@ def test_a_users_own_mask_is_exact(batched, additive):
     inputs = batch(2, 21)
     mask = torch.rand(2 if batched else 1, 1, 21, 21) < 0.3
     if additive:
-        mask = torch.randn(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
+        mask = torch.randn(mask.shape, dtype=torch.float64).masked_fill(
+            mask, -torch.inf
+        )
     call = {"ids": inputs["input_ids"], "labels": inputs["labels"], "mask": mask}
     compare_training(model, reference, call, loss_of=lambda x: x).check(1e-9)
 
@@ -183,7 +190,11 @@ def test_head_pieces_do_not_live_together(monkeypatch):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for x in torch.utils._pytree.tree_leaves(out):
-                if isinstance(x, torch.Tensor) and x._base is None and x.numel() >= 16 * 4096:
+                if (
+                    isinstance(x, torch.Tensor)
+                    and x._base is None
+                    and x.numel() >= 16 * 4096
+                ):
                     key = x.untyped_storage().data_ptr()
                     live[id(x)] = (key, x.numel())
                     weakref.finalize(x, live.pop, id(x), None)

@@ -1,4 +1,5 @@
-"""Dropout: independent of the chunking, repeated by the recomputation, of the right distribution."""
+"""Dropout: independent of the chunking, repeated by the recomputation, of the right
+distribution."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Dropping(nn.Module):
             x = F.dropout(block(x), self.p, self.training)
         if self.attention_p:
             q = x.unflatten(-1, (4, 8)).transpose(1, 2)
-            a = F.scaled_dot_product_attention(q, q, q, dropout_p=self.attention_p, is_causal=True)
+            a = F.scaled_dot_product_attention(
+                q, q, q, dropout_p=self.attention_p, is_causal=True
+            )
             x = x + a.transpose(1, 2).flatten(2)
         logits = m.vocab_head(m.norm(x))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -50,7 +53,11 @@ def test_same_result_for_every_chunk_length():
     results = []
     for chunk_len, save in ((64, "attention"), (8, "attention"), (5, "hidden")):
         model = fpdt_compile.optimize(
-            copy.deepcopy(base), codegen="eager", chunk_len=chunk_len, head_len=4, save=save,
+            copy.deepcopy(base),
+            codegen="eager",
+            chunk_len=chunk_len,
+            head_len=4,
+            save=save,
             strict=True,
         )
         results.append(step(model))
@@ -78,7 +85,9 @@ def test_gradient_is_that_of_the_forward_that_ran(attention_p):
             with torch.no_grad():
                 parameter.add_(direction, alpha=-sign * eps)
         numeric = (values[0] - values[1]) / (2 * eps)
-        assert abs(numeric - (grad * direction).sum().item()) < 1e-6 * max(1, abs(numeric))
+        assert abs(numeric - (grad * direction).sum().item()) < 1e-6 * max(
+            1, abs(numeric)
+        )
 
 
 def test_distribution_and_seeds():
@@ -102,7 +111,11 @@ def test_distribution_and_seeds():
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
     kept = outs[0] != 0
     assert torch.allclose(outs[0][kept], torch.tensor(1 / 0.75, dtype=torch.float64))
-    for share in (kept.double().mean(), *kept.double().mean((0, 1)), *kept.double().mean((0, 2))[:50]):
+    for share in (
+        kept.double().mean(),
+        *kept.double().mean((0, 1)),
+        *kept.double().mean((0, 2))[:50],
+    ):
         assert abs(share.item() - 0.75) < 0.2
     assert abs(kept.double().mean().item() - 0.75) < 0.005
     both = (kept[:, 1:] & kept[:, :-1]).double().mean().item()

@@ -23,14 +23,21 @@ from fpdt_compile.testing import compare_training
     head_len=st.integers(1, 40),
     save=st.sampled_from(["attention", "hidden"]),
 )
-def test_any_shape(batch_size, lengths, groups, ratio, size, layers, chunk_len, head_len, save):
+def test_any_shape(
+    batch_size, lengths, groups, ratio, size, layers, chunk_len, head_len, save
+):
     torch._dynamo.reset()
     heads = groups * ratio
     model, reference = plain_pair(
         width=heads * size, heads=heads, groups=groups, layers=layers
     )
     fpdt_compile.optimize(
-        model, codegen="eager", chunk_len=chunk_len, head_len=head_len, save=save, strict=True
+        model,
+        codegen="eager",
+        chunk_len=chunk_len,
+        head_len=head_len,
+        save=save,
+        strict=True,
     )
     for seed, length in enumerate(lengths):
         torch.manual_seed(seed)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fpdt_compile.kernels import tiles
+from fpdt_compile.kernels.online_softmax import accumulator_dtype, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-from fpdt_compile.kernels import tiles
-from fpdt_compile.kernels.online_softmax import accumulator_dtype, merge
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor) -> Tensor:
@@ -29,13 +28,18 @@ def tiled(q, k, v, scale, hidden, key_bounds):
             hidden[:, a:b], -torch.inf
         )
         dead = hidden[:, a:b].all(-1).expand(q.shape[0], q.shape[1], -1)
-        o, l = tiles.forward_tile(
-            q, k[:, :, a:b], v[:, :, a:b], scale=scale, bias=bias[None, None], dead_rows=dead
+        part, logsum = tiles.forward_tile(
+            q,
+            k[:, :, a:b],
+            v[:, :, a:b],
+            scale=scale,
+            bias=bias[None, None],
+            dead_rows=dead,
         )
         if out is None:
-            out, lse = o.to(work), l.to(work)
+            out, lse = part.to(work), logsum.to(work)
         else:
-            merge(out, lse, o, l)
+            merge(out, lse, part, logsum)
     final = lse.masked_fill(lse == -torch.inf, 0.0)
 
     def backward(grad):
@@ -46,8 +50,14 @@ def tiled(q, k, v, scale, hidden, key_bounds):
                 hidden[:, a:b], -torch.inf
             )
             x, y, z = tiles.backward_tile(
-                grad, q, k[:, :, a:b], v[:, :, a:b], out.to(q.dtype), final,
-                scale=scale, bias=bias[None, None],
+                grad,
+                q,
+                k[:, :, a:b],
+                v[:, :, a:b],
+                out.to(q.dtype),
+                final,
+                scale=scale,
+                bias=bias[None, None],
             )
             dq += x
             dk[:, :, a:b] += y
@@ -75,9 +85,13 @@ def test_tiles_equal_dense(
 ):
     torch.manual_seed(seed)
     heads = groups * ratio
-    q = torch.randn(batch, heads, queries, size, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(
+        batch, heads, queries, size, dtype=torch.float64, requires_grad=True
+    )
     k = torch.randn(batch, groups, keys, size, dtype=torch.float64, requires_grad=True)
-    v = torch.randn(batch, groups, keys, value_size, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(
+        batch, groups, keys, value_size, dtype=torch.float64, requires_grad=True
+    )
     hidden = torch.rand(queries, keys) < share
     edges = sorted({0, keys, *(c for c in cuts if c < keys)})
     expected = dense(q, k, v, 0.3, hidden)
@@ -130,4 +144,6 @@ def test_merging_rows_without_keys():
     merge(out, lse, torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf))
     assert (out == 0).all() and (lse == -torch.inf).all()
     merge(out, lse, torch.ones(1, 1, 2, 3), torch.tensor([[[0.5, -torch.inf]]]))
-    assert (out[0, 0, 0] == 1).all() and (out[0, 0, 1] == 0).all() and lse[0, 0, 0] == 0.5
+    assert (
+        (out[0, 0, 0] == 1).all() and (out[0, 0, 1] == 0).all() and lse[0, 0, 0] == 0.5
+    )

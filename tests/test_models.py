@@ -23,7 +23,9 @@ def test_decoder_float64(name):
     for length in (21, 33):
         compare_training(model, reference, batch(2, length)).check(2e-6)
     (found,) = analyses(model)
-    assert len(found.attentions) == 2 and not found.mixers and found.cut.head is not None
+    assert (
+        len(found.attentions) == 2 and not found.mixers and found.cut.head is not None
+    )
     assert fpdt_compile.compile_stats(model).captures == 1
 
 

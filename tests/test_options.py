@@ -85,7 +85,9 @@ def test_any_chunk_length(chunk_len):
     from fpdt_compile.testing import compare_training
 
     model, reference = plain_pair()
-    fpdt_compile.optimize(model, codegen="eager", chunk_len=chunk_len, head_len=chunk_len)
+    fpdt_compile.optimize(
+        model, codegen="eager", chunk_len=chunk_len, head_len=chunk_len
+    )
     inputs = batch(2, 13)
     call = {"ids": inputs["input_ids"], "labels": inputs["labels"]}
     compare_training(model, reference, call, loss_of=lambda x: x).check(1e-9)
@@ -141,7 +143,11 @@ def test_explain_of_an_optimized_model():
 def test_max_rewrites_and_disabled_passes_keep_the_numbers():
     from fpdt_compile.testing import compare_training
 
-    for options in ({"max_rewrites": 0}, {"max_rewrites": 5}, {"disable_passes": ("fold_repeat_kv",)}):
+    for options in (
+        {"max_rewrites": 0},
+        {"max_rewrites": 5},
+        {"disable_passes": ("fold_repeat_kv",)},
+    ):
         model, reference = pair("llama")
         fpdt_compile.optimize(model, codegen="eager", chunk_len=8, **options)
         compare_training(model, reference, batch(2, 21)).check(2e-6)

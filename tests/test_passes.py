@@ -5,14 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCAB, batch, decoder
-from torch import nn
-
-from fpdt_compile.capture import capture
-from fpdt_compile.config import FpdtConfig
-from fpdt_compile.debug import op_counts
-from fpdt_compile.errors import CantChunk, InvariantError
-from fpdt_compile.graph import NodeKind
 from fpdt_compile.passes.base import PassContext
 from fpdt_compile.passes.counter_dropout import CounterDropout
 from fpdt_compile.passes.find_token_axes import find_token_axes
@@ -21,6 +13,14 @@ from fpdt_compile.passes.manager import analyze
 from fpdt_compile.passes.normalize import Normalize
 from fpdt_compile.passes.pad_shifted_losses import PadShiftedLosses
 from fpdt_compile.passes.verify import verify_graph
+from tiny_models import VOCAB, batch, decoder
+from torch import nn
+
+from fpdt_compile.capture import capture
+from fpdt_compile.config import FpdtConfig
+from fpdt_compile.debug import op_counts
+from fpdt_compile.errors import CantChunk, InvariantError
+from fpdt_compile.graph import NodeKind
 
 
 def captured_of(fn, *inputs, dims=None):
@@ -62,14 +62,18 @@ def tiled(x):
 
 
 @pytest.mark.parametrize(
-    "repeat", [repeat_kv, lambda x: x.repeat_interleave(2, dim=1)], ids=["expand", "interleave"]
+    "repeat",
+    [repeat_kv, lambda x: x.repeat_interleave(2, dim=1)],
+    ids=["expand", "interleave"],
 )
 def test_repeat_kv_is_folded(repeat):
     captured = heads(repeat)
     graph = captured.module.graph
     assert FoldRepeatKV().run(captured, PassContext()) == 1
     (attention,) = [n for n in graph.nodes if "scaled_dot" in str(n.target)]
-    assert attention.args[1].meta["val"].shape[1] == 2 and attention.kwargs["enable_gqa"]
+    assert (
+        attention.args[1].meta["val"].shape[1] == 2 and attention.kwargs["enable_gqa"]
+    )
     assert FoldRepeatKV().run(captured, PassContext()) == 0
     verify_graph(captured, "test", pure=True)
 
@@ -110,14 +114,19 @@ def test_shifted_loss_is_padded():
     captured = loss_graph(shifted)
     assert PadShiftedLosses().run(captured, PassContext()) == 1
     assert PadShiftedLosses().run(captured, PassContext()) == 0
-    (loss,) = [n for n in captured.module.graph.nodes if "cross_entropy" in str(n.target)]
+    (loss,) = [
+        n for n in captured.module.graph.nodes if "cross_entropy" in str(n.target)
+    ]
     s = captured.token_symbol
     assert loss.args[0].meta["val"].shape[0].node.expr == 2 * s
     x, w = torch.randn(2, 9, 8), torch.randn(VOCAB, 8)
     labels = torch.randint(0, VOCAB, (2, 9))
     flat = [n.name for n in captured.module.graph.nodes if n.op == "placeholder"]
-    values = [9 if n.meta["val"].__class__ is torch.SymInt else None
-              for n in captured.module.graph.nodes if n.op == "placeholder"]
+    values = [
+        9 if n.meta["val"].__class__ is torch.SymInt else None
+        for n in captured.module.graph.nodes
+        if n.op == "placeholder"
+    ]
     tensors = iter([x, w, labels])
     inputs = [v if v is not None else next(tensors) for v in values]
     assert len(flat) == len(inputs)
@@ -148,7 +157,15 @@ def test_shifted_loss_is_padded():
             (x[:, :-1] + x[:, 1:]).reshape(-1, VOCAB), y[:, 1:].reshape(-1)
         ),
     ],
-    ids=["none", "weights", "softmax over tokens", "cumsum", "not shifted", "step", "two slices"],
+    ids=[
+        "none",
+        "weights",
+        "softmax over tokens",
+        "cumsum",
+        "not shifted",
+        "step",
+        "two slices",
+    ],
 )
 def test_shifted_loss_near_misses(fn):
     captured = loss_graph(fn)
@@ -158,12 +175,19 @@ def test_shifted_loss_near_misses(fn):
 
 
 def test_normalize_is_idempotent_and_leaves_other_graphs_alone():
-    captured = loss_graph(lambda x, y: F.cross_entropy(x.reshape(-1, VOCAB), y.reshape(-1)))
+    captured = loss_graph(
+        lambda x, y: F.cross_entropy(x.reshape(-1, VOCAB), y.reshape(-1))
+    )
     assert Normalize().run(captured, PassContext()) > 0
     assert Normalize().run(captured, PassContext()) == 0
     quiet = captured_of(lambda x: x.sin() * x.cos(), torch.randn(2, 17))
     before = str(quiet.module.graph)
-    for graph_pass in (PadShiftedLosses(), Normalize(), CounterDropout(), FoldRepeatKV()):
+    for graph_pass in (
+        PadShiftedLosses(),
+        Normalize(),
+        CounterDropout(),
+        FoldRepeatKV(),
+    ):
         assert graph_pass.run(quiet, PassContext()) == 0
     assert str(quiet.module.graph) == before
 
@@ -219,13 +243,18 @@ def test_verify_catches_a_mutation_and_a_missing_value():
 def kinds_of(fn, *inputs, dims=None):
     captured = captured_of(fn, *inputs, dims=dims)
     tokens = find_token_axes(captured.module.graph, captured.token_symbol)
-    return {str(n.target).split(".")[1]: (tokens.kinds[n], tokens.axes.get(n))
-            for n in captured.module.graph.nodes if n.op == "call_function"}
+    return {
+        str(n.target).split(".")[1]: (tokens.kinds[n], tokens.axes.get(n))
+        for n in captured.module.graph.nodes
+        if n.op == "call_function"
+    }
 
 
 def test_axes_follow_views():
     found = kinds_of(
-        lambda x: x.reshape(-1, 6).tanh().reshape(2, -1, 2, 3).permute(2, 1, 0, 3).exp(),
+        lambda x: (
+            x.reshape(-1, 6).tanh().reshape(2, -1, 2, 3).permute(2, 1, 0, 3).exp()
+        ),
         torch.randn(2, 17, 6),
     )
     flat = found["tanh"][1][0]
@@ -242,7 +271,10 @@ def test_kinds():
         return (h.sigmoid(), h.sum(), mask)
 
     found = kinds_of(
-        fn, torch.ones(2, 17, dtype=torch.long), torch.randn(2, 17, 8), torch.randn(4, 8),
+        fn,
+        torch.ones(2, 17, dtype=torch.long),
+        torch.randn(2, 17, 8),
+        torch.randn(4, 8),
         dims=(1, 1, None),
     )
     assert found["cumsum"][0] is NodeKind.VECTOR
@@ -276,7 +308,9 @@ def test_the_state_of_a_decoder_is_the_residual_stream():
 
 def test_only_g_heads_are_stored():
     (attention, _) = cut_of("llama").attentions
-    assert attention.k.meta["val"].shape[1] == 2 and attention.q.meta["val"].shape[1] == 4
+    assert (
+        attention.k.meta["val"].shape[1] == 2 and attention.q.meta["val"].shape[1] == 4
+    )
 
 
 def test_head_is_found_by_what_it_feeds():
@@ -290,7 +324,9 @@ def test_head_is_found_by_what_it_feeds():
             x = self.a(ids)
             q = x[:, None]
             x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
-            return F.cross_entropy(self.zzz(x).flatten(0, 1).float() * 0.5, labels.flatten())
+            return F.cross_entropy(
+                self.zzz(x).flatten(0, 1).float() * 0.5, labels.flatten()
+            )
 
     ids = torch.randint(0, VOCAB, (2, 17))
     captured = captured_of(Odd(), ids, ids.clone())
@@ -302,6 +338,10 @@ def test_no_node_with_two_token_axes_reaches_a_region():
     """No S x S tensor: masks stay graphs, whatever the model materialized."""
     result = cut_of("mistral_window")
     tokens = result.tokens
-    wide = [n for n in result.captured.module.graph.nodes if len(tokens.axes.get(n, ())) == 2]
+    wide = [
+        n
+        for n in result.captured.module.graph.nodes
+        if len(tokens.axes.get(n, ())) == 2
+    ]
     assert wide and all(tokens.kinds[n] is NodeKind.MASK for n in wide)
     assert all(a.mask is not None for a in result.attentions)

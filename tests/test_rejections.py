@@ -64,7 +64,9 @@ MIXERS = {
     "shift by concatenation": lambda x: x + torch.cat([x[:, :1], x[:, :-1]], 1),
     "norm over tokens and features": lambda x: x / x.norm(dim=(1, 2), keepdim=True),
     "length as a number": lambda x: x * x.shape[1] / 100,
-    "conv over tokens": lambda x: x + F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "conv over tokens": lambda x: (
+        x + F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)
+    ),
     "matmul over tokens": lambda x: x + x @ (x.transpose(1, 2) @ x) * 1e-3,
     "sort over tokens": lambda x: x + x.sort(1).values,
     "view across tokens": lambda x: x + x.transpose(1, 2).reshape(x.shape),
@@ -89,7 +91,9 @@ TOKENWISE = {
     "softmax over features": lambda x: x.softmax(-1),
     "sum over features": lambda x: x + x.sum(-1, keepdim=True),
     "flatten and back": lambda x: F.gelu(x.reshape(-1, 32)).reshape(x.shape),
-    "heads and back": lambda x: x.view(2, -1, 4, 8).transpose(1, 2).tanh().transpose(1, 2).flatten(2),
+    "heads and back": lambda x: (
+        x.view(2, -1, 4, 8).transpose(1, 2).tanh().transpose(1, 2).flatten(2)
+    ),
     "cat features": lambda x: torch.cat([x[..., 16:], x[..., :16]], -1),
     "stack": lambda x: torch.stack([x, -x], 2).sum(2) + x,
     "in place": lambda x: (x * 2).add_(1).mul_(0.5),
@@ -97,11 +101,17 @@ TOKENWISE = {
     "gather": lambda x: x.gather(-1, x.argsort(-1)) + x,
     "cumsum over features": lambda x: x + x.cumsum(-1) * 0.1,
     "where": lambda x: torch.where(x > 0, x, 0.1 * x),
-    "attention inside a token": lambda x: x
-    + F.scaled_dot_product_attention(*([x.reshape(-1, 1, 4, 8)] * 3)).reshape(x.shape),
+    "attention inside a token": lambda x: (
+        x
+        + F.scaled_dot_product_attention(*([x.reshape(-1, 1, 4, 8)] * 3)).reshape(
+            x.shape
+        )
+    ),
     "detach": lambda x: x + x.detach() * 0.5,
     "matmul": lambda x: x @ torch.ones(32, 32, dtype=x.dtype) * 0.1,
-    "einsum": lambda x: torch.einsum("bsd,de->bse", x, torch.eye(32, dtype=x.dtype)) + x,
+    "einsum": lambda x: (
+        torch.einsum("bsd,de->bse", x, torch.eye(32, dtype=x.dtype)) + x
+    ),
     "no_grad branch": lambda x: x * no_grad_scale(x),
     "chunk": lambda x: torch.cat([p.sigmoid() for p in x.chunk(2, -1)], -1),
     "constant rows": lambda x: x[..., torch.tensor([1, 0, *range(2, 32)])],
@@ -144,7 +154,9 @@ def test_model_without_attention():
             self.out = nn.Linear(16, VOCAB, dtype=torch.float64)
 
         def forward(self, ids, labels):
-            return F.cross_entropy(self.out(self.embed(ids)).flatten(0, 1), labels.flatten())
+            return F.cross_entropy(
+                self.out(self.embed(ids)).flatten(0, 1), labels.flatten()
+            )
 
     found, warned = run_both(Bag())
     assert len(warned) == 1 and "no attention" in warned[0]
@@ -174,7 +186,9 @@ def test_parallel_attention_and_two_consumers():
             x = self.embed(ids)
             q = self.proj(x).view(*ids.shape, 4, 8).transpose(1, 2)
             a = F.scaled_dot_product_attention(query=q, key=q, value=q, is_causal=True)
-            b = F.scaled_dot_product_attention(q, q.tanh(), value=a.detach() + q, is_causal=True)
+            b = F.scaled_dot_product_attention(
+                q, q.tanh(), value=a.detach() + q, is_causal=True
+            )
             x = x + (a + b * q).transpose(1, 2).flatten(2)
             return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
@@ -213,7 +227,9 @@ def test_bidirectional_encoder():
             x = self.embed(ids)
             for _ in range(2):
                 q, k, v = self.qkv(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, 1)
-                x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+                x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(
+                    2
+                )
             return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
     found, warned = run_both(Encoder(), length=29)

@@ -126,7 +126,9 @@ KINDS = st.sampled_from([TileKind.EMPTY, TileKind.FULL, TileKind.PARTIAL])
 @st.composite
 def tables(draw):
     n = draw(st.integers(1, 5))
-    rows = draw(st.lists(st.lists(KINDS, min_size=n, max_size=n), min_size=n, max_size=n))
+    rows = draw(
+        st.lists(st.lists(KINDS, min_size=n, max_size=n), min_size=n, max_size=n)
+    )
     return TileTable(kinds=tuple(tuple(row) for row in rows))
 
 
@@ -143,7 +145,11 @@ def test_forward_invariants(table, train, save):
                 assert ("h0", i) in live
                 live |= {(name, i) for name in ("q", "k", "v")}
             case Attend(0, i, j, kind):
-                assert {("q", i), ("k", j), ("v", j)} <= live and kind is not TileKind.EMPTY
+                assert {
+                    ("q", i),
+                    ("k", j),
+                    ("v", j),
+                } <= live and kind is not TileKind.EMPTY
                 tiles.append((i, j))
             case Finish(0, i):
                 live |= {("o", i), ("o.lse", i)}
@@ -199,7 +205,11 @@ def test_backward_invariants(table, save, keep):
 
 
 def posts_of(schedule):
-    return [(s.region, s.chunk) for s in schedule if isinstance(s, RunBackward) and s.region == "pre"]
+    return [
+        (s.region, s.chunk)
+        for s in schedule
+        if isinstance(s, RunBackward) and s.region == "pre"
+    ]
 
 
 @settings(max_examples=200)

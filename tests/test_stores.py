@@ -27,7 +27,11 @@ def test_round_trip(name, tier):
     store.put(("x", 0), value, tier)
     store.prefetch(("x", 0))
     got = store.get(("x", 0))
-    assert torch.equal(got, value) and got.dtype == value.dtype and got.shape == value.shape
+    assert (
+        torch.equal(got, value)
+        and got.dtype == value.dtype
+        and got.shape == value.shape
+    )
     assert store.counters.held_bytes[tier] == got.untyped_storage().nbytes()
     store.drop(("x", 0))
     assert store.counters.held_bytes == {"device": 0, "host": 0}
@@ -54,8 +58,9 @@ def test_replacing_and_moving_count_once():
 @pytest.mark.parametrize("save", ["attention", "hidden"])
 def test_saved_bytes_are_the_formula(save, monkeypatch):
     """Layers x S x d x itemsize for the hidden states, plus out and lse of every attention."""
-    from fpdt_compile.runtime import autograd
     from tiny_models import batch, plain_pair
+
+    from fpdt_compile.runtime import autograd
 
     model, _ = plain_pair(width=32, heads=4, groups=2, layers=3)
     fpdt_compile.optimize(model, codegen="eager", chunk_len=8, head_len=8, save=save)

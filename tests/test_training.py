@@ -129,9 +129,13 @@ def test_logits_as_output_and_loss_outside():
     inputs = plain_inputs()
 
     def outside(logits):
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        )
 
-    compare_training(model, reference, {"ids": inputs["ids"]}, loss_of=outside).check(EXACT)
+    compare_training(model, reference, {"ids": inputs["ids"]}, loss_of=outside).check(
+        EXACT
+    )
 
 
 def test_outputs_auto_and_all():
@@ -215,7 +219,9 @@ def test_partial_gradients():
     grads = []
     for m in (model, reference):
         loss = m(**plain_inputs())
-        grads.append(torch.autograd.grad(loss, [m.blocks[1].up.weight, m.vocab_head.weight]))
+        grads.append(
+            torch.autograd.grad(loss, [m.blocks[1].up.weight, m.vocab_head.weight])
+        )
     for ours, theirs in zip(*grads):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
@@ -318,7 +324,9 @@ def test_error_in_backward(monkeypatch):
     from fpdt_compile.runtime import executor
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "hand_out", lambda *a: (_ for _ in ()).throw(OSError("no")))
+        patch.setattr(
+            executor, "hand_out", lambda *a: (_ for _ in ()).throw(OSError("no"))
+        )
         with pytest.raises(OSError):
             loss.backward()
     compare_training(model, reference, inputs, loss_of=plain_loss).check(EXACT)
@@ -363,11 +371,16 @@ def test_bfloat16_weight_gradients_accumulate_in_fp32():
     reference(**inputs).loss.backward()
     for chunk_len in (256, 4):
         model = copy.deepcopy(half)
-        fpdt_compile.optimize(model, codegen="eager", chunk_len=chunk_len, head_len=chunk_len)
+        fpdt_compile.optimize(
+            model, codegen="eager", chunk_len=chunk_len, head_len=chunk_len
+        )
         model(**inputs).loss.backward()
         pairs = zip(model.parameters(), reference.parameters())
         errors.append(
-            max(((p.grad.float() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs)
+            max(
+                ((p.grad.float() - q.grad).norm() / q.grad.norm()).item()
+                for p, q in pairs
+            )
         )
     assert errors[1] < 1.5 * errors[0] + 1e-3
 

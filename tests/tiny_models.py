@@ -1,4 +1,5 @@
-"""Tiny random models for the tests: transformers configs, and a transformer written in plain torch."""
+"""Tiny random models for the tests: transformers configs, and a transformer written in
+plain torch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ EXTRA = {
     "mistral": dict(sliding_window=None),
     "gemma": dict(head_dim=8),
     "gemma3_text": dict(
-        head_dim=8, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
+        head_dim=8,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
     ),
     "qwen3": dict(head_dim=8),
     "glm4": dict(head_dim=8),
@@ -59,7 +62,9 @@ DECODERS = [
 ]
 
 
-def decoder(name: str, dtype: torch.dtype = torch.float64, **changes: object) -> nn.Module:
+def decoder(
+    name: str, dtype: torch.dtype = torch.float64, **changes: object
+) -> nn.Module:
     """A tiny decoder of an architecture, in train mode; buffers keep their own dtype."""
     torch.manual_seed(0)
     extra = dict(EXTRA.get(name, {}))
@@ -105,11 +110,18 @@ class PlainTransformer(nn.Module):
     """Nobody's class: no float32 casts, so float64 comparisons are exact to rounding."""
 
     def __init__(
-        self, width: int = 32, heads: int = 4, groups: int = 2, layers: int = 2, vocab: int = VOCAB
+        self,
+        width: int = 32,
+        heads: int = 4,
+        groups: int = 2,
+        layers: int = 2,
+        vocab: int = VOCAB,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(PlainBlock(width, heads, groups) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            PlainBlock(width, heads, groups) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.vocab_head = nn.Linear(width, vocab, bias=False)
 

@@ -5,8 +5,8 @@ All functions take plain numbers: bytes per token as counted by ``passes/plan_ch
 
 from __future__ import annotations
 
-# Bytes that the intermediates of one chunk (one head piece) may take. On a CPU the point is to stay
-# near the last-level cache; measured on the reference step (README, "How chunk lengths are chosen").
+# Bytes that the intermediates of one chunk (one head piece) may take. On a CPU the point is to
+# stay near the last-level cache; see README, "How chunk lengths are chosen".
 CPU_CHUNK_BYTES = 64 << 20
 CPU_HEAD_BYTES = 32 << 20
 # On a GPU a chunk must be long enough to hide a copy under attention: the FPDT paper (arXiv
@@ -40,7 +40,9 @@ def head_length(bytes_per_token: int, elements_per_token: int, device: str) -> i
     return _fit(budget, bytes_per_token, elements_per_token, MAX_HEAD_LEN[device])
 
 
-def _fit(budget: int, bytes_per_token: int, elements_per_token: int, longest: int) -> int:
+def _fit(
+    budget: int, bytes_per_token: int, elements_per_token: int, longest: int
+) -> int:
     length = power_of_two_below(budget // max(1, bytes_per_token))
     length = max(MIN_LEN, min(longest, length))
     return max(1, min(length, MAX_ELEMENTS // max(1, elements_per_token)))

@@ -99,7 +99,9 @@ class TileRunner:
         if state is None:
             shape = (*q.shape[:3], v.shape[-1])
             work = accumulator_dtype(self.call.dtype)
-            return q.new_zeros(shape, dtype=self.call.dtype), q.new_zeros(shape[:3], dtype=work)
+            return q.new_zeros(shape, dtype=self.call.dtype), q.new_zeros(
+                shape[:3], dtype=work
+            )
         out, lse = state
         dead = lse == -torch.inf
         return out.to(self.call.dtype), lse.masked_fill_(dead, 0.0)
@@ -134,7 +136,9 @@ class TileRunner:
             self.add("k", key, dk, slice(0, k.shape[2]), k)
             self.add("v", key, dv, slice(0, v.shape[2]), v)
 
-    def add(self, which: str, chunk: int, part: Tensor, rows: slice, like: Tensor) -> None:
+    def add(
+        self, which: str, chunk: int, part: Tensor, rows: slice, like: Tensor
+    ) -> None:
         work = accumulator_dtype(like.dtype)
         have = self.grads.get((which, chunk))
         if have is not None:
@@ -147,6 +151,7 @@ class TileRunner:
             self.grads[which, chunk] = whole
 
     def take_grad(self, which: str, chunk: int, like: Tensor) -> Tensor:
-        """The finished gradient of a chunk of q, k or v, in its own type; zeros if no tile used it."""
+        """The finished gradient of a chunk of q, k or v, in its own type; zeros if no tile
+        used it."""
         grad = self.grads.pop((which, chunk), None)
         return torch.zeros_like(like) if grad is None else grad.to(like.dtype)

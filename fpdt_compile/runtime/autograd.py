@@ -67,7 +67,9 @@ class StageNode(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         with no_autocast():
             results = stage.run(step)
-        fixed = [r for r in results if not r.requires_grad and not r.is_floating_point()]
+        fixed = [
+            r for r in results if not r.requires_grad and not r.is_floating_point()
+        ]
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
         return (token.new_empty(0), *results)
@@ -79,7 +81,9 @@ class StageNode(torch.autograd.Function):
                 "double backward: the chunked program recomputes its regions in backward and "
                 "cannot be differentiated twice; call backward or grad without create_graph=True"
             )
-        inputs = ctx.saved_tensors  # raises if the graph was freed or a parameter was changed
+        inputs = (
+            ctx.saved_tensors
+        )  # raises if the graph was freed or a parameter was changed
         step, stage = ctx.step, ctx.stage
         step.keep_graph = get_keep_graph()
         with no_autocast():
@@ -108,16 +112,14 @@ class StepRunner:
         self.program = program
         self.make_step = make_step
         self.make_dropped = make_dropped
-        self.shapes: list[BlockShape] = []
+        self.shapes: list[tuple[BlockShape, dict[str, str]]] = []
         previous = None
         for block in program.blocks:
             self.shapes.append(block_shape(block, previous))
             previous = block
         last = program.blocks[-1] if program.blocks else None
         self.held = frozenset(
-            ()
-            if last is None
-            else (*last.state_in, *(a.name for a in last.attentions))
+            () if last is None else (*last.state_in, *(a.name for a in last.attentions))
         )
 
     def __call__(self, *inputs: Any) -> list[Any]:
@@ -155,11 +157,12 @@ class StepRunner:
                 for chunk in range(step.num_chunks):
                     run_region(step, program.entry, chunk)
                     for name in program.entry_state:
-                        if not step.is_input(name):
-                            step.store.move((name, chunk), step.tier)
+                        step.save(name, chunk)
             return []
 
-        def differentiate(step: Step, grads: Sequence[Tensor | None], keep: bool) -> None:
+        def differentiate(
+            step: Step, grads: Sequence[Tensor | None], keep: bool
+        ) -> None:
             if program.entry is not None and program.entry.needs_backward:
                 for chunk in range(step.num_chunks):
                     run_region_backward(step, program.entry, chunk)
@@ -182,18 +185,22 @@ class StepRunner:
         block, shape = self.program.blocks[index], self.shapes[index]
 
         def run(step: Step) -> list[Tensor]:
-            BlockExecutor(step, block, shape).forward(train=train)
+            BlockExecutor(step, block, *shape).forward(train=train)
             return []
 
-        def differentiate(step: Step, grads: Sequence[Tensor | None], keep: bool) -> None:
-            BlockExecutor(step, block, shape).backward(keep=keep)
+        def differentiate(
+            step: Step, grads: Sequence[Tensor | None], keep: bool
+        ) -> None:
+            BlockExecutor(step, block, *shape).backward(keep=keep)
 
         return Stage(
             label=f"block {index}",
             inputs=differentiable_state([block.pre, block.post, *block.mixers]),
             run=run,
             differentiate=differentiate,
-            input_grad=lambda step, name: step.parameter_grads.take(name, step.inputs[name]),
+            input_grad=lambda step, name: step.parameter_grads.take(
+                name, step.inputs[name]
+            ),
         )
 
     def head_stage(self, train: bool) -> Stage:
@@ -206,13 +213,19 @@ class StepRunner:
                 one_pass=one_pass, train=train
             )
             for result, value in zip(call.results, results, strict=True):
-                step.result_shapes[result.name] = (value.shape, value.dtype, value.device)
+                step.result_shapes[result.name] = (
+                    value.shape,
+                    value.dtype,
+                    value.device,
+                )
             if one_pass:
                 sums.update(step.parameter_grads.sums)
                 step.parameter_grads.sums.clear()
             return results
 
-        def differentiate(step: Step, grads: Sequence[Tensor | None], keep: bool) -> None:
+        def differentiate(
+            step: Step, grads: Sequence[Tensor | None], keep: bool
+        ) -> None:
             if not one_pass:
                 HeadExecutor(step, call, self.held).backward(
                     fill_grads(step, call, grads), keep=keep
@@ -233,14 +246,18 @@ class StepRunner:
             inputs=differentiable_state([call]),
             run=run,
             differentiate=differentiate,
-            input_grad=lambda step, name: step.parameter_grads.take(name, step.inputs[name]),
+            input_grad=lambda step, name: step.parameter_grads.take(
+                name, step.inputs[name]
+            ),
         )
 
     def outputs(self, step: Step, results: Sequence[Tensor]) -> list[Any]:
         program = self.program
         named = {}
         if program.head is not None:
-            named = {r.name: t for r, t in zip(program.head.results, results, strict=True)}
+            named = {
+                r.name: t for r, t in zip(program.head.results, results, strict=True)
+            }
         whole = {}
         if program.epilogue is not None:
             values = program.epilogue({**step.inputs, **step.vectors, **named})

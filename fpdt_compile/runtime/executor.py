@@ -9,13 +9,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..graph import TileKind
 from .attention import TileRunner
-from .chunks import arrange, cut, empty_whole, join_axis, paste, same_storage, split_axis
-from .program import BlockProgram, GradForm, MixerCall, OperandKind, RegionCall
+from .chunks import (
+    arrange,
+    cut,
+    empty_whole,
+    join_axis,
+    paste,
+    same_storage,
+)
+from .program import (
+    BlockProgram,
+    GradForm,
+    GradSlot,
+    MixerCall,
+    OperandKind,
+    RegionCall,
+)
 from .schedule import (
     Attend,
     AttendBackward,
@@ -34,17 +50,21 @@ from .schedule import (
 )
 from .step import Step
 
-forward_schedule = lru_cache(maxsize=64)(forward_schedule)
-backward_schedule = lru_cache(maxsize=64)(backward_schedule)
+# Pure functions of hashable arguments; few entries, because a long sequence's list is long.
+forward_schedule = lru_cache(maxsize=8)(forward_schedule)
+backward_schedule = lru_cache(maxsize=8)(backward_schedule)
 
 
 class BlockExecutor:
     """Runs one block's schedules on one step."""
 
-    def __init__(self, step: Step, block: BlockProgram, shape: BlockShape) -> None:
+    def __init__(
+        self, step: Step, block: BlockProgram, shape: BlockShape, names: dict[str, str]
+    ) -> None:
         self.step = step
         self.block = block
         self.shape = shape
+        self.names = names
         self.tables = tuple(step.table(a) for a in block.attentions)
         self.runners = [TileRunner(a, step.mask(a.mask)) for a in block.attentions]
         self.regions = {"pre": block.pre, "post": block.post}
@@ -92,15 +112,13 @@ class BlockExecutor:
                 case MixBackward(mixer):
                     mix_backward(self.step, self.block.mixers[mixer])
                 case Save(name, chunk):
-                    if not self.step.is_input(name):
-                        self.step.store.move((name, chunk), self.step.tier)
+                    self.step.save(self.names[name], chunk)
                 case Prefetch(name, chunk):
-                    if (name, chunk) in self.step.store:
-                        self.step.store.prefetch((name, chunk))
+                    self.step.prefetch(self.names[name], chunk)
                 case Drop(name, chunk):
-                    self.step.drop(name, chunk)
+                    self.step.drop(self.names[name], chunk)
 
-    def attend(self, attention: int, query: int, key: int, kind) -> None:
+    def attend(self, attention: int, query: int, key: int, kind: TileKind) -> None:
         step, call = self.step, self.block.attentions[attention]
         self.runners[attention].attend(
             query,
@@ -120,7 +138,9 @@ class BlockExecutor:
         step.put(call.name, query, arrange(out, (0, 2, 1, 3)))
         step.put(call.lse, query, lse)
 
-    def attend_backward(self, attention: int, query: int, key: int, kind) -> None:
+    def attend_backward(
+        self, attention: int, query: int, key: int, kind: TileKind
+    ) -> None:
         step, call = self.step, self.block.attentions[attention]
         if not call.needs_grad:
             return
@@ -177,7 +197,15 @@ def run_region_backward(step: Step, call: RegionCall | None, chunk: int) -> None
     hand_out(step, call, chunk, inputs, grads, results, call.body.slots("backward"))
 
 
-def hand_out(step, call, chunk, inputs, grads, results, slots) -> None:
+def hand_out(
+    step: Step,
+    call: RegionCall,
+    chunk: int,
+    inputs: Sequence[Any],
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    slots: Sequence[GradSlot],
+) -> None:
     """Add a backward body's results to the sums they belong to."""
     for slot in slots:
         operand = call.operands[slot.operand]
@@ -198,7 +226,7 @@ def hand_out(step, call, chunk, inputs, grads, results, slots) -> None:
 # mixers -----------------------------------------------------------------------
 
 
-def mixer_inputs(step: Step, call: MixerCall) -> list:
+def mixer_inputs(step: Step, call: MixerCall) -> list[Any]:
     flat = []
     for operand in call.operands:
         if operand.kind is OperandKind.TOKEN:
@@ -213,7 +241,7 @@ def mixer_inputs(step: Step, call: MixerCall) -> list:
 
 def gather(step: Step, name: str) -> Tensor:
     """A whole tensor from its chunks."""
-    if step.is_input(name):
+    if name in step.inputs:
         return step.inputs[name].detach()
     return assemble(step, name, [step.value(name, i) for i in range(step.num_chunks)])
 
@@ -238,7 +266,8 @@ def scatter(step: Step, name: str, whole: Tensor) -> list[Tensor]:
 def repeated_randomness(step: Step, call: MixerCall) -> Iterator[None]:
     """The first run of a mixer in a step draws its random numbers; later runs draw the same."""
     device = next(
-        (x.device for x in step.inputs.values() if isinstance(x, Tensor)), torch.device("cpu")
+        (x.device for x in step.inputs.values() if isinstance(x, Tensor)),
+        torch.device("cpu"),
     )
     states = step.random_states.get(call.name)
     if states is None:
@@ -279,7 +308,10 @@ def mix_backward(step: Step, call: MixerCall) -> None:
         pieces = [step.take_value_grad(name, c) for c in range(step.num_chunks)]
         upstream.append(assemble(step, name, pieces))
     grads = torch.autograd.grad(
-        [outputs[i] for i in used], [flat[i] for i in wanted], upstream, allow_unused=True
+        [outputs[i] for i in used],
+        [flat[i] for i in wanted],
+        upstream,
+        allow_unused=True,
     )
     for i, grad in zip(wanted, grads):
         operand = call.operands[i]

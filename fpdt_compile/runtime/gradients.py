@@ -60,12 +60,21 @@ class ParameterGradients:
             total.add_(parts[0])
 
     def add_dense(self, name: str, parameter: Tensor, grad: Tensor) -> None:
-        self.add(name, parameter, GradSlot(operand=0, form=GradForm.DENSE, results=(0,)), [grad])
+        self.add(
+            name,
+            parameter,
+            GradSlot(operand=0, form=GradForm.DENSE, results=(0,)),
+            [grad],
+        )
 
     def take(self, name: str, parameter: Tensor) -> Tensor | None:
         """The finished gradient in the parameter's type; the sum is given away."""
         total = self.sums.pop(name, None)
-        return None if total is None else total.to(parameter.dtype).reshape(parameter.shape)
+        return (
+            None
+            if total is None
+            else total.to(parameter.dtype).reshape(parameter.shape)
+        )
 
 
 class ValueGradients:

@@ -39,7 +39,7 @@ class HeadExecutor:
                     self.keep_unit_grads(chunk, piece, flat, buffers)
                 else:
                     flat = call.body.forward(inputs)
-                for i, result in enumerate(call.results):
+                for i in range(len(call.results)):
                     sums[i] = self.collect(sums[i], i, flat[i], piece)
                 del flat
             for name, buffer in buffers.items():
@@ -48,7 +48,9 @@ class HeadExecutor:
                 self.drop_state(chunk)
         return [
             total.to(dtype) if result.axis is None else total
-            for total, result, dtype in zip(sums, call.results, self.dtypes, strict=True)
+            for total, result, dtype in zip(
+                sums, call.results, self.dtypes, strict=True
+            )
         ]
 
     dtypes: list[torch.dtype]
@@ -94,7 +96,9 @@ class HeadExecutor:
                     operand.name, step.whole(operand.name), slot, flat
                 )
             elif slot.form is not GradForm.NONE:
-                self.write_piece(buffers, operand.name, chunk, piece, flat[slot.results[0]])
+                self.write_piece(
+                    buffers, operand.name, chunk, piece, flat[slot.results[0]]
+                )
 
     def write_piece(
         self,
@@ -147,4 +151,6 @@ class HeadExecutor:
         if axis is None:
             return grad.contiguous()
         split, dim = split_axis(grad, axis, step.symbols)
-        return join_axis(split.narrow(dim, piece[0], piece[1] - piece[0]), axis).contiguous()
+        return join_axis(
+            split.narrow(dim, piece[0], piece[1] - piece[0]), axis
+        ).contiguous()

@@ -19,7 +19,7 @@ class UnmaterializedOutput(Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> UnmaterializedOutput:
         return torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device, requires_grad=False

@@ -2,7 +2,8 @@
 
 Made once per captured graph by ``passes/lower``; read at every step by ``schedule`` and
 ``executor``. A *value* is named after its node in the captured graph; a chunk of it is
-``(name, i)``. Vectors are small whole tensors computed once a call; state is parameters and buffers.
+``(name, i)``. Vectors are small whole tensors computed once a call; state is parameters and
+buffers.
 """
 
 from __future__ import annotations

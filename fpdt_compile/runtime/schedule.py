@@ -8,17 +8,17 @@ into the store. A mask that lets queries see later chunks pulls those chunks' pr
 encoder does all pre first, then all attends, without a case of its own.
 
 Backward, queries outer, last chunk first: all pre (recomputed), then for each chunk the backward of
-post, the tiles of its queries, and, as soon as a chunk's dq, dk and dv are complete, the backward of
-pre. For a causal mask that is right after its own tiles.
+post, the tiles of its queries, and, as soon as a chunk's dq, dk and dv are complete, the backward
+of pre. For a causal mask that is right after its own tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..graph import TileKind, TileTable
-from .program import BlockProgram
+from .program import BlockProgram, OperandKind, RegionCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,16 @@ class Drop:
 
 
 Instruction = (
-    Run | RunBackward | Attend | Finish | AttendBackward | Mix | MixBackward
-    | Save | Prefetch | Drop
+    Run
+    | RunBackward
+    | Attend
+    | Finish
+    | AttendBackward
+    | Mix
+    | MixBackward
+    | Save
+    | Prefetch
+    | Drop
 )
 
 
@@ -150,51 +158,70 @@ class BlockShape:
 
     pre: tuple[str, ...] | None  # names pre computes
     post: tuple[str, ...] | None
-    attentions: tuple[tuple[str, str, str, str, str], ...]  # name, lse, q, k, v
+    attentions: tuple[tuple[str, ...], ...]  # name, lse, q, k, v
     num_mixers: int
     mixer_values: tuple[str, ...]  # inputs and outputs of mixers that are per token
     state_in: tuple[str, ...]
     state_out: tuple[str, ...]
     pre_backward: bool
     post_backward: bool
-    held: tuple[str, ...]  # part of state_in that the previous block's backward reads too
+    held: tuple[
+        str, ...
+    ]  # part of state_in that the previous block's backward reads too
 
 
-def block_shape(block: BlockProgram, previous: BlockProgram | None) -> BlockShape:
-    def names(call: object) -> tuple[str, ...] | None:
-        return None if call is None else tuple(r.name for r in call.results)
+def block_shape(
+    block: BlockProgram, previous: BlockProgram | None
+) -> tuple[BlockShape, dict[str, str]]:
+    """A block's shape in names of its own (v0, v1, ...), and what each stands for.
+
+    Blocks of equal structure have equal shapes, so a schedule is made once for all of them.
+    """
+    short: dict[str, str] = {}
+
+    def own(name: str) -> str:
+        return short.setdefault(name, f"v{len(short)}")
+
+    def owns(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(own(name) for name in names)
+
+    def results(call: RegionCall | None) -> tuple[str, ...] | None:
+        return None if call is None else owns(r.name for r in call.results)
 
     mixed: dict[str, None] = {}
     for mixer in block.mixers:
         for operand in mixer.operands:
-            if operand.axis is not None and operand.kind.value == "token":
+            if operand.kind is OperandKind.TOKEN:
                 mixed.setdefault(operand.name)
         for result in mixer.results:
             mixed.setdefault(result.name)
     earlier: set[str] = set()
     if previous is not None:
         earlier = {*previous.state_in, *(a.name for a in previous.attentions)}
-    return BlockShape(
-        held=tuple(name for name in block.state_in if name in earlier),
-        pre=names(block.pre),
-        post=names(block.post),
-        attentions=tuple((a.name, a.lse, a.q, a.k, a.v) for a in block.attentions),
+    shape = BlockShape(
+        state_in=owns(block.state_in),
+        held=owns(name for name in block.state_in if name in earlier),
+        pre=results(block.pre),
+        attentions=tuple(
+            owns((a.name, a.lse, a.q, a.k, a.v)) for a in block.attentions
+        ),
         num_mixers=len(block.mixers),
-        mixer_values=tuple(mixed),
-        state_in=block.state_in,
-        state_out=block.state_out,
+        mixer_values=owns(mixed),
+        post=results(block.post),
+        state_out=owns(block.state_out),
         pre_backward=block.pre is not None and block.pre.needs_backward,
         post_backward=block.post is not None and block.post.needs_backward,
     )
+    return shape, {short_name: name for name, short_name in short.items()}
 
 
 class _Lifetimes:
     """Which attentions still need which key chunk."""
 
-    def __init__(self, shape: BlockShape, tables: Sequence[TileTable], num_chunks: int) -> None:
-        self.waiting = [
-            [set() for _ in range(num_chunks)] for _ in shape.attentions
-        ]
+    def __init__(
+        self, shape: BlockShape, tables: Sequence[TileTable], num_chunks: int
+    ) -> None:
+        self.waiting = [[set() for _ in range(num_chunks)] for _ in shape.attentions]
         for a, table in enumerate(tables):
             for i in range(num_chunks):
                 for j in table.keys_of(i):
@@ -259,11 +286,15 @@ def forward_schedule(
             if not is_key_or_value(shape, q):
                 drop(q, i)
         for j in range(num_chunks):
-            for a, (_, _, _, k, v) in enumerate(shape.attentions):
-                if j in ready and j <= i and all(
-                    lives.free(b, j)
-                    for b, other in enumerate(shape.attentions)
-                    if {k, v} & {*other[3:]}
+            for _, _, _, k, v in shape.attentions:
+                if (
+                    j in ready
+                    and j <= i
+                    and all(
+                        lives.free(b, j)
+                        for b, other in enumerate(shape.attentions)
+                        if {k, v} & {*other[3:]}
+                    )
                 ):
                     drop(k, j)
                     drop(v, j)

@@ -71,9 +71,6 @@ class Step:
         """A vector or a graph input."""
         return self.vectors[name] if name in self.vectors else self.inputs[name]
 
-    def is_input(self, name: str) -> bool:
-        return name in self.inputs
-
     # values -----------------------------------------------------------------
 
     def value(self, name: str, chunk: int) -> Tensor:
@@ -87,11 +84,22 @@ class Step:
     def put(self, name: str, chunk: int, value: Tensor) -> None:
         self.store.put((name, chunk), value)
 
+    def save(self, name: str, chunk: int) -> None:
+        """Move a value to the tier where it waits (graph inputs stay where they are)."""
+        if (name, chunk) in self.store:
+            self.store.move((name, chunk), self.tier)
+
+    def prefetch(self, name: str, chunk: int) -> None:
+        if (name, chunk) in self.store:
+            self.store.prefetch((name, chunk))
+
     def drop(self, name: str, chunk: int) -> None:
         if (name, chunk) in self.store:
             self.store.drop((name, chunk))
 
-    def operand(self, operand: Operand, chunk: int, piece: tuple[int, int] | None) -> Any:
+    def operand(
+        self, operand: Operand, chunk: int, piece: tuple[int, int] | None
+    ) -> Any:
         """One input of a region for a chunk, or for tokens ``piece`` of it (global numbers)."""
         if operand.kind is OperandKind.SYMBOL:
             assert operand.size is not None
@@ -102,7 +110,9 @@ class Step:
         start, end = piece if piece is not None else self.bounds[chunk]
         assert operand.axis is not None
         if operand.kind is OperandKind.VECTOR:
-            value = cut(self.whole(operand.name), operand.axis, self.symbols, start, end)
+            value = cut(
+                self.whole(operand.name), operand.axis, self.symbols, start, end
+            )
         else:
             value, dim = split_axis(
                 self.value(operand.name, chunk), operand.axis, self.symbols
@@ -119,7 +129,9 @@ class Step:
     def head_pieces(self, chunk: int) -> Bounds:
         """The pieces the head runs a chunk in, in global token numbers."""
         start, end = self.bounds[chunk]
-        return tuple((start + a, start + b) for a, b in chunk_bounds(end - start, self.head_len))
+        return tuple(
+            (start + a, start + b) for a, b in chunk_bounds(end - start, self.head_len)
+        )
 
     # gradients --------------------------------------------------------------
 

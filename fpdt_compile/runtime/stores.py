@@ -7,9 +7,9 @@ A value ``(name, chunk)`` is put into a tier and read back with ``get``. Tiers:
   own and copied back by ``prefetch`` ahead of use; on a CPU device main memory *is* the device's
   memory, so a host value is kept as it is, without a copy.
 
-Contract: what ``get`` returns equals what was put, whatever its strides or offset were. A value that
-is a view of a larger tensor is copied, so that it does not keep the larger one alive and its bytes
-are counted once. Nothing is freed or overwritten while a copy of it is in flight.
+Contract: what ``get`` returns equals what was put, whatever its strides or offset were. A value
+that is a view of a larger tensor is copied, so that it does not keep the larger one alive and its
+bytes are counted once. Nothing is freed or overwritten while a copy of it is in flight.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class ValueStore:
         counters = self.counters
         counters.put_bytes[tier] += num_bytes
         counters.held_bytes[tier] += num_bytes
-        counters.peak_bytes[tier] = max(counters.peak_bytes[tier], counters.held_bytes[tier])
+        counters.peak_bytes[tier] = max(
+            counters.peak_bytes[tier], counters.held_bytes[tier]
+        )
         self.entries[key] = entry
 
     def move(self, key: Key, tier: str) -> None:
