@@ -26,8 +26,8 @@ class FpdtConfig:
     - ``codegen``: "inductor" compiles region bodies, "eager" runs them as traced.
     - ``outputs``: "auto" does not materialize outputs that training does not need (logits, caches)
       when the model returns a loss and gradients are enabled; "all" returns everything.
-    - ``token_dims``: the token dimension by input name (``{"input_ids": 1}``); None finds it:
-      dimension 1 of integer inputs and of float inputs of three dimensions.
+    - ``token_dims``: the token dimension, or a tuple of them, by input name
+      (``{"input_ids": 1, "mask": (0, 1)}``); None goes by convention, see ``token_dims.py``.
     - ``strict``: raise for the first part that would run whole instead of warning.
     - ``verify``: at compile time run every region whole and in chunks on random data and compare.
     - ``disable_passes``: exact names of rewriting passes to skip; ``max_rewrites``: apply only the
@@ -41,7 +41,7 @@ class FpdtConfig:
     save: str = "attention"
     codegen: str = "inductor"
     outputs: str = "auto"
-    token_dims: Mapping[str, int] | None = None
+    token_dims: Mapping[str, int | tuple[int, ...]] | None = None
     strict: bool = False
     verify: bool = False
     disable_passes: tuple[str, ...] = ()
@@ -100,14 +100,18 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: allowed are {listed}")
 
 
+def _is_dims(value: object) -> bool:
+    dims = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(d, int) and not isinstance(d, bool) for d in dims)
+
+
 def _token_dims(value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and isinstance(v, int) and not isinstance(v, bool)
-        for k, v in value.items()
+        isinstance(k, str) and _is_dims(v) for k, v in value.items()
     ):
         raise ValueError(
-            f"token_dims={value!r}: allowed are None and a dict of input name to dimension, "
-            'for instance {"input_ids": 1}'
+            f"token_dims={value!r}: allowed are None and a dict of input name to dimension "
+            'or tuple of dimensions, for instance {"input_ids": 1}'
         )

@@ -62,7 +62,7 @@ def compare_gradients(
     model: nn.Module, reference: nn.Module, actual: Tensor, expected: Tensor
 ) -> Comparison:
     """Compare losses and the gradients that both models hold now."""
-    loss_error = relative(actual, expected, expected.abs().max().item())
+    loss_error = relative(actual, expected, largest_of(expected))
     pairs = dict(reference.named_parameters())
     largest = max(
         (p.grad.abs().max().item() for p in pairs.values() if p.grad is not None),
@@ -77,11 +77,16 @@ def compare_gradients(
             )
         if parameter.grad is None or other.grad is None:
             continue
-        scale = max(other.grad.abs().max().item(), 1e-3 * largest)
+        scale = max(largest_of(other.grad), 1e-3 * largest)
         error = relative(parameter.grad, other.grad, scale)
         if not error <= grad_error:
             worst, grad_error = name, error
     return Comparison(loss_error=loss_error, grad_error=grad_error, worst=worst)
+
+
+def largest_of(value: Tensor) -> float:
+    """The largest finite magnitude."""
+    return value.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
 
 
 def relative(actual: Tensor, expected: Tensor, scale: float) -> float:
@@ -89,4 +94,4 @@ def relative(actual: Tensor, expected: Tensor, scale: float) -> float:
     a, b = actual.double(), expected.double()
     same = (a == b) | (torch.isnan(a) & torch.isnan(b))
     difference = torch.where(same, torch.zeros_like(a), (a - b).abs())
-    return difference.max().item() / max(scale, 1e-30)
+    return difference.max().item() / (scale if scale > 1e-30 else 1e-30)

@@ -57,9 +57,14 @@ def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
     symbols: set[sympy.Symbol] = set()
+    inner: set[sympy.Symbol] = (
+        set()
+    )  # of other dimensions than the first, which is the batch
     for node in inputs:
-        for size in value_of(node).shape:
+        for dim, size in enumerate(value_of(node).shape):
             symbols |= size_expr(size).free_symbols
+            if dim > 0 or value_of(node).dim() == 1:
+                inner |= size_expr(size).free_symbols
     counts: dict[sympy.Symbol, int] = {}
     for node in graph.nodes:
         if (
@@ -71,7 +76,7 @@ def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
                 counts[size] = counts.get(size, 0) + 1
     if counts:
         return max(counts, key=lambda symbol: (counts[symbol], str(symbol)))
-    by_name = sorted(symbols, key=str)
+    by_name = sorted(inner, key=str)
     return by_name[0] if len(by_name) == 1 else None
 
 

@@ -170,7 +170,8 @@ def no_token_dimension(captured: CapturedGraph) -> Rejection:
             op="input size",
             source=place,
             reason=f"the token dimension is fixed to {number} by this line",
-            change="do not compare the sequence length with a number, or convert it with int()",
+            change="do not compare the sequence length with a number or convert it with int(), and "
+            "name every input that has a token dimension in token_dims=",
         )
     return Rejection(
         op="graph",

@@ -63,6 +63,8 @@ class Normalize(GraphPass):
                 yield Rewrite(node, view_to_reshape)
             elif symbol is not None and is_mean_loss(node, symbol):
                 yield Rewrite(node, split_mean_loss)
+            elif symbol is not None and is_pointwise_loss(node, symbol):
+                yield Rewrite(node, split_pointwise_loss)
             elif symbol is not None and is_token_mean(node, symbol):
                 yield Rewrite(node, split_mean)
 
@@ -231,6 +233,46 @@ def split_mean_loss(captured: CapturedGraph, node: Node) -> None:
         count = insert_call(graph, aten.sum.default, (counted,), {}, node)
         mean = insert_call(graph, aten.div.Tensor, (total, count), {}, node)
     replace_keeping_grad(node, mean, [total, mean])
+
+
+# Losses that are a mean or sum of a pointwise function: where their reduction argument is.
+POINTWISE_LOSSES = {
+    "mse_loss": 2,
+    "l1_loss": 2,
+    "smooth_l1_loss": 2,
+    "huber_loss": 2,
+    "soft_margin_loss": 2,
+    "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+}
+
+
+def is_pointwise_loss(node: Node, symbol: sympy.Symbol) -> bool:
+    index = POINTWISE_LOSSES.get(op_name(node))
+    return (
+        index is not None
+        and int(arg(node, index, "reduction", 1)) in (1, 2)
+        and has_symbol(node.args[0], symbol)
+    )
+
+
+def split_pointwise_loss(captured: CapturedGraph, node: Node) -> None:
+    """The loss per element, then its sum (over the number of elements for a mean)."""
+    graph, args, kwargs = node.graph, list(node.args), dict(node.kwargs)
+    index = POINTWISE_LOSSES[op_name(node)]
+    mean = int(arg(node, index, "reduction", 1)) == 1
+    if len(args) > index:
+        args[index] = 0
+    else:
+        kwargs["reduction"] = 0
+    with graph.inserting_before(node):
+        each = insert_call(graph, node.target, tuple(args), kwargs, node)
+        result = total = insert_call(graph, aten.sum.default, (each,), {}, node)
+        if mean:
+            size = sympy.Mul(*(size_expr(s) for s in value_of(each).shape))
+            count = size_of_expr(graph, size, node)
+            result = insert_call(graph, aten.div.Tensor, (total, count), {}, node)
+    replace_keeping_grad(node, result, [each, total, result])
 
 
 def is_token_mean(node: Node, symbol: sympy.Symbol) -> bool:

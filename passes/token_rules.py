@@ -153,7 +153,8 @@ for _name in (
     "logical_or logical_xor logical_not _assert_tensor_metadata float_power numpy_T where "
     "masked_fill selu rrelu lift_fresh erfinv true_divide square relu6 floor_divide "
     "not_equal equal greater less greater_equal less_equal absolute negative "
-    "multiply subtract divide clip zeros_like ones_like full_like conj resolve_conj"
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits multiply subtract divide clip zeros_like ones_like full_like conj resolve_conj"
 ).split():
     RULES[_name] = pointwise_rule
 
@@ -273,6 +274,14 @@ def split_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x = node.args[0]
     index, default = (1, -1) if op_name(node) == "glu" else (2, 0)
     not_over_tokens(ctx, x, [int(arg(node, index, "dim", default))], op_name(node))
+    return ctx.of(x)
+
+
+@rule("view_as_complex", "view_as_real")
+def complex_view(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    x = node.args[0]
+    if op_name(node) == "view_as_complex":
+        not_over_tokens(ctx, x, [-1], "view_as_complex")
     return ctx.of(x)
 
 

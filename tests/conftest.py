@@ -30,7 +30,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 import torch  # noqa: E402
 
 if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    # Test processes side by side use one thread each; most of a test is tracing anyway.
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    torch.set_num_threads(1 if parallel else min(2, os.cpu_count() or 1))
 
 settings.register_profile(
     "deterministic",

@@ -146,6 +146,18 @@ def test_strict_raises_the_rejection():
     assert error.value.rejection.op == "aten.cumsum.default"
 
 
+def test_verify_catches_a_wrong_rule(monkeypatch):
+    """A rule that claims a cumsum over tokens to be tokenwise does not survive verify=True."""
+    from fpdt_compile.passes.token_rules import RULES, pointwise_rule
+
+    from fpdt_compile.errors import InvariantError
+
+    monkeypatch.setitem(RULES, "cumsum", pointwise_rule)
+    model = fpdt_compile.optimize(Wrapped(MIXERS["cumsum"]), verify=True, **EAGER)
+    with pytest.raises(InvariantError, match="verify.*two chunks"):
+        model(**inputs_of())
+
+
 def test_model_without_attention():
     class Bag(nn.Module):
         def __init__(self):
