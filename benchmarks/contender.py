@@ -159,11 +159,11 @@ def peak_mib() -> float:
     return peak / (1 << 20) if sys.platform == "darwin" else peak / 1024
 
 
-def compile_counts() -> dict[str, int]:
+def compile_counts(model: torch.nn.Module) -> dict[str, int]:
     """Ours only: how much was captured and compiled."""
     import fpdt_compile
 
-    stats = fpdt_compile.compile_stats()
+    stats = fpdt_compile.compile_stats(model)
     return {
         "captures": stats.captures,
         "bodies": stats.bodies,
@@ -198,7 +198,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "above_mib": above_mib,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "counts": compile_counts() if args.impl == "ours" else None,
+        "counts": compile_counts(model) if args.impl == "ours" else None,
     }
 
 

@@ -221,7 +221,7 @@ def specializations(module: GraphModule) -> list[tuple[int, str]]:
                 continue
             symbol, env = size.node._expr, size.node.shape_env
             places = [
-                str(guard.sloc.maybe_user_loc or guard.sloc)
+                location_first(str(guard.sloc.maybe_user_loc or guard.sloc))
                 for guard in env.guards
                 if symbol in guard.expr.free_symbols
             ]
@@ -234,3 +234,14 @@ def symbol_hint(tensor: torch.Tensor, expr: Any) -> int:
     env = next(s for s in tensor.shape if isinstance(s, torch.SymInt)).node.shape_env
     hint = getattr(env, "optimization_hint", None) or env.size_hint
     return int(hint(expr))
+
+
+def location_first(text: str) -> str:
+    """torch writes ``code  # path:line in fn``; a report starts with the place."""
+    code, mark, place = text.rpartition("  # ")
+    return f"{place} (`{code.strip()}`)" if mark else text
+
+
+def plain_tensor_access() -> Any:
+    """A context in which a Tensor subclass's ``__torch_function__`` is not called."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,14 +10,10 @@ import torch
 from torch import nn
 
 from ._torch_private import own_errors
-from .backend import FpdtBackend
+from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .passes.compile_bodies import CompileStats
 from .token_dims import TokenMarker
-
-_BACKENDS: weakref.WeakKeyDictionary[nn.Module, FpdtBackend] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def optimize(
@@ -70,8 +65,8 @@ def optimize(
         with own_errors():
             return compiled(*args, **kwargs)
 
+    call.fpdt_backend = backend
     model._compiled_call_impl = call
-    _BACKENDS[model] = backend
     return model
 
 
@@ -91,16 +86,14 @@ def check_parallel(config: FpdtConfig) -> None:
     )
 
 
-def compile_stats(model: nn.Module | None = None) -> CompileStats:
-    """Counters of ``model``'s compilations (of all optimized models together when None)."""
-    if model is not None:
-        if model not in _BACKENDS:
-            raise ValueError(
-                f"model={type(model).__name__}: allowed is an optimized model"
-            )
-        return _BACKENDS[model].stats
-    total = CompileStats()
-    for backend in _BACKENDS.values():
-        for name in ("bodies", "body_compiles", "captures"):
-            setattr(total, name, getattr(total, name) + getattr(backend.stats, name))
-    return total
+def compile_stats(model: nn.Module) -> CompileStats:
+    """Counters of an optimized model's compilations. Raises ValueError for any other model."""
+    return backend_of(model).stats
+
+
+def backend_of(model: nn.Module) -> FpdtBackend:
+    """The backend of an optimized model: its configuration, analyses and compiled bodies."""
+    backend = optimized_backend(model)
+    if backend is None:
+        raise ValueError(f"model={type(model).__name__}: allowed is an optimized model")
+    return backend

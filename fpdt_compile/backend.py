@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ._torch_private import run_without_tracing
@@ -54,7 +54,7 @@ class FpdtBackend:
         self.cache.stats.captures += 1
         result = self.analyze(module)
         self.analyses.append(result)
-        warn(result.rejections)
+        warn(result.rejections, chunked=result.cut is not None)
         if result.cut is None or not (result.cut.blocks or result.cut.head):
             return module.forward
         return self.lower(result)
@@ -98,19 +98,23 @@ class FpdtBackend:
         return StepRunner(program, make_step, dropped_output)
 
 
+def optimized_backend(model: nn.Module) -> FpdtBackend | None:
+    """The backend ``optimize`` put on a module, else None."""
+    return getattr(getattr(model, "_compiled_call_impl", None), "fpdt_backend", None)
+
+
 def dropped_output(spec: OutputSpec, step: Step) -> Tensor:
     device = next(x.device for x in step.inputs.values() if isinstance(x, Tensor))
     shape = [int(torch.sym_int(size.subs(step.symbols))) for size in spec.shape]
     return UnmaterializedOutput(shape, spec.dtype, device)
 
 
-def warn(rejections: Sequence[Rejection]) -> None:
+def warn(rejections: Sequence[Rejection], *, chunked: bool) -> None:
     """One warning for everything that runs whole."""
     if rejections:
+        what = "a part of the model" if chunked else "the whole model, not in chunks,"
         listed = "\n  ".join(str(r) for r in rejections)
-        warnings.warn(
-            f"fpdt_compile: a part of the model runs whole:\n  {listed}", stacklevel=2
-        )
+        warnings.warn(f"fpdt_compile: {what} runs whole:\n  {listed}", stacklevel=2)
 
 
 def fpdt(

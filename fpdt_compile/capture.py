@@ -28,6 +28,7 @@ from ._torch_private import (
     preserve_node_meta,
     specializations,
 )
+from .errors import InvariantError
 from .graph import CapturedGraph, is_tensor, value_of
 from .passes.find_token_axes import find_token_symbol
 
@@ -36,6 +37,14 @@ CUSTOM_KEY = "fpdt_compile"
 
 class _Retracer(Interpreter):
     """Runs Dynamo's graph under a tracer, with checkpoint regions inlined."""
+
+    def run_node(self, node: Node) -> Any:
+        """A module's float attribute (an epsilon) that dynamic=True made symbolic is a number."""
+        value = node.meta.get("example_value")
+        if node.op == "call_method" and node.target == "item":
+            if isinstance(value, torch.SymFloat):
+                return float(value)
+        return super().run_node(node)
 
     def call_function(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -52,6 +61,7 @@ def capture(module: GraphModule) -> CapturedGraph:
     fakes = [n.meta["example_value"] for n in inputs]
     mode = next(f.fake_mode for f in fakes if isinstance(f, FakeTensor))
     label_modes(module)
+    unify_sizes([f for f in fakes if isinstance(f, torch.Tensor)])
     detached = [f.detach() if isinstance(f, torch.Tensor) else f for f in fakes]
     with mode, preserve_node_meta(), torch.no_grad():
         traced = make_fx(
@@ -82,6 +92,23 @@ def capture(module: GraphModule) -> CapturedGraph:
         grad_enabled=torch.is_grad_enabled(),
         specialized=tuple(specializations(module)),
     )
+
+
+def unify_sizes(inputs: list[torch.Tensor]) -> None:
+    """Let inputs of equal extent in a dimension share its symbol, with a guard that says so.
+
+    Dynamo gives each marked input a symbol of its own; operators tie them together only where they
+    can solve for one, so labels could keep another sequence length than the ids.
+    """
+    first: dict[tuple[int, int], torch.SymInt] = {}
+    for value in inputs:
+        if value.dim() < 2 or isinstance(value, torch.nn.Parameter):
+            continue
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                known = first.setdefault((dim, int(size.node.hint)), size)
+                if known.node.expr != size.node.expr and not bool(known == size):
+                    raise InvariantError(f"sizes {known} and {size} differ")
 
 
 def label_modes(module: GraphModule) -> None:

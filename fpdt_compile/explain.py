@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from ._torch_private import abort_capture, capture_only
-from .backend import FpdtBackend
+from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
 from .passes.manager import Analysis
@@ -115,10 +115,14 @@ def explain(
 ) -> Report:
     """Analyze a call of ``model`` with these inputs; nothing is computed or compiled.
 
-    ``options`` are those of :class:`FpdtConfig`. Only the first graph of a model whose capture
+    ``options`` are those of :class:`FpdtConfig`; None means those the model was optimized with,
+    or the defaults. Only the first graph of a model whose capture
     breaks is shown.
     """
     config = FpdtConfig.from_options(options)
+    optimized = optimized_backend(model)
+    if options is None and optimized is not None:
+        config = optimized.config
     backend = FpdtBackend(config)
     found: list[Analysis] = []
 
@@ -149,7 +153,7 @@ def report(model: nn.Module, result: Analysis, config: FpdtConfig) -> Report:
         model=type(model).__name__,
         seq_len=seq_len,
         attentions=result.num_found,
-        attentions_chunked=len(result.attentions),
+        attentions_chunked=0 if cut is None else len(result.attentions),
         masks=dict(Counter(mask_label(a) for a in result.attentions)),
         feed_forwards=dict(Counter(f.kind for f in result.feed_forwards)),
         head="none"

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,7 +22,9 @@ def default_token_dims(value: Tensor) -> tuple[int, ...]:
     B, S]``."""
     rank = value.dim()
     if rank == 2:
-        return (1,)
+        # A bool or float mask may be [S, S] as well as [B, S]: both are kept symbolic.
+        is_mask = value.is_floating_point() or value.dtype is torch.bool
+        return (0, 1) if is_mask else (1,)
     if rank == 3:
         return (1,) if value.is_floating_point() else (2,)
     if rank == 4:

@@ -7,7 +7,8 @@ A group is a set of mixer nodes connected through values that are not per token 
 none), made convex: a node on a path between two members belongs to the group too, else the group
 would need its own output.
 
-Limits: a group whose result is not per token raises CantChunk (the whole graph then runs as it is).
+Limits: a group in the middle whose result is not per token raises CantChunk (the graph then runs
+as it is).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..graph import Mixer, NodeKind, is_tensor
 from .base import refuse, source_of
 from .find_token_axes import TokenAnalysis
 
+CHANGE = "write it with operators that work token by token, or leave it: it runs whole"
 WIDE = (
     NodeKind.TOKENWISE,
     NodeKind.ATTENTION,
@@ -29,7 +31,11 @@ WIDE = (
 )
 
 
-def find_mixers(graph: Graph, analysis: TokenAnalysis) -> list[Mixer]:
+def find_mixers(
+    graph: Graph, analysis: TokenAnalysis
+) -> tuple[list[Mixer], list[Mixer]]:
+    """(mixers, tails). A tail only feeds the end (a loss we have no sum for): it runs whole after
+    the program, on inputs that leave the chunks whole; its nodes become part of the epilogue."""
     kinds = analysis.kinds
     flow = nx.DiGraph()
     for node in graph.nodes:
@@ -50,7 +56,33 @@ def find_mixers(graph: Graph, analysis: TokenAnalysis) -> list[Mixer]:
     groups = merge_overlaps(flow, groups)
     order = {n: i for i, n in enumerate(graph.nodes)}
     groups.sort(key=lambda group: min(order[n] for n in group))
-    return [make_mixer(group, order, analysis) for group in groups]
+    mixers, tails = [], []
+    for group in groups:
+        if feeds_only_end(group, analysis):
+            tails.append(make_mixer(group, order, analysis))
+            analysis.kinds.update(dict.fromkeys(group, NodeKind.EPILOGUE))
+        else:
+            mixers.append(make_mixer(group, order, analysis))
+            check_outputs(mixers[-1], analysis)
+    return mixers, tails
+
+
+def feeds_only_end(group: set[Node], analysis: TokenAnalysis) -> bool:
+    """Whether what follows the group is scalars and outputs only."""
+    pending, seen = list(group), set(group)
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or user.op == "output":
+                continue
+            if analysis.kinds[user] is not NodeKind.EPILOGUE:
+                return False
+            seen.add(user)
+            pending.append(user)
+    return not any(
+        len(analysis.axes.get(n, ())) > 0
+        for n in group
+        if any(user.op == "output" for user in n.users)
+    )
 
 
 def convex(flow: nx.DiGraph, group: set[Node]) -> set[Node]:
@@ -84,21 +116,24 @@ def make_mixer(
         for x in node.all_input_nodes:
             if x not in group:
                 inputs.setdefault(x)
-    change = (
-        "write it with operators that work token by token, or leave it: it runs whole"
-    )
-    for node in outputs:
-        axes = analysis.axes.get(node, ())
-        if not is_tensor(node) or len(axes) != 1:
-            raise refuse(
-                first, f"{reason}, and its result is not one row a token", change
-            )
     return Mixer(
         name=first.name,
         nodes=tuple(members),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         rejection=Rejection(
-            op=str(first.target), source=source_of(first), reason=reason, change=change
+            op=str(first.target), source=source_of(first), reason=reason, change=CHANGE
         ),
     )
+
+
+def check_outputs(mixer: Mixer, analysis: TokenAnalysis) -> None:
+    """What leaves a mixer for the blocks must be one row a token, to be cut into chunks."""
+    for node in mixer.outputs:
+        axes = analysis.axes.get(node, ())
+        if not is_tensor(node) or len(axes) != 1:
+            raise refuse(
+                mixer.nodes[0],
+                f"{mixer.rejection.reason}, and its result is not one row a token",
+                CHANGE,
+            )

@@ -290,14 +290,28 @@ SIZE_ARGUMENTS = frozenset(
 )
 
 
+# Of those, the ones that also take a value, and where.
+FILL_VALUE = {"full": (1, "fill_value"), "new_full": (2, "fill_value")}
+
+
 def uses_length_as_value(ctx: RuleContext, node: Node) -> bool:
-    """Whether a size that depends on s enters the arithmetic, where the global one is meant."""
-    if op_name(node) in SIZE_ARGUMENTS:
-        return False
-    return any(
-        isinstance(x.meta.get("val"), torch.SymInt)
-        and ctx.has_symbol(x.meta["val"].node.expr)
-        for x in node.all_input_nodes
+    """Whether a number made from s enters the arithmetic, where the global one is meant."""
+    name = op_name(node)
+    sources = node.all_input_nodes
+    if name in FILL_VALUE:
+        value = arg(node, *FILL_VALUE[name])
+        sources = [value] if isinstance(value, Node) else []
+    elif name in SIZE_ARGUMENTS:
+        sources = [
+            x for x in sources if not isinstance(x.meta.get("val"), torch.SymInt)
+        ]
+    return any(is_length(ctx, x.meta.get("val")) for x in sources)
+
+
+def is_length(ctx: RuleContext, value: object) -> bool:
+    """A SymInt, SymFloat or SymBool that depends on s."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and (
+        ctx.has_symbol(value.node.expr)
     )
 
 

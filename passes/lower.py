@@ -54,7 +54,7 @@ class Lowering:
         captured: CapturedGraph,
         analysis: TokenAnalysis,
         cut: Cut,
-        dropped: set[Node],
+        dropped: dict[int, Node],
         cache: BodyCache,
         *,
         chunk_len: int,
@@ -231,25 +231,27 @@ class Lowering:
                 module.graph.erase_node(node)
         module.recompile()
         order = [n.target for n in module.graph.nodes if n.op == "placeholder"]
-        return lambda values: list(module(*(values[name] for name in order)))
+        return lambda values: list(
+            BodyInterpreter(module).run(*(values[name] for name in order))
+        )
 
     def outputs(self) -> tuple[list[OutputSpec], list[Node]]:
         """Specs of the graph's outputs, and the nodes the epilogue must return."""
         specs, whole = [], []
         token_outputs = set(self.cut.token_outputs)
-        for leaf in returned_nodes(self.graph):
-            if not isinstance(leaf, Node):
-                specs.append(OutputSpec(kind=OutputKind.CONSTANT, constant=leaf))
-            elif leaf in self.dropped:
-                value = value_of(leaf)
+        for index, leaf in enumerate(returned_nodes(self.graph)):
+            if index in self.dropped:
+                value = value_of(self.dropped[index])
                 specs.append(
                     OutputSpec(
                         kind=OutputKind.DROPPED,
-                        name=leaf.name,
+                        name=self.dropped[index].name,
                         shape=tuple(size_expr(s) for s in value.shape),
                         dtype=value.dtype,
                     )
                 )
+            elif not isinstance(leaf, Node):
+                specs.append(OutputSpec(kind=OutputKind.CONSTANT, constant=leaf))
             elif leaf in token_outputs:
                 specs.append(OutputSpec(kind=OutputKind.TOKEN, name=leaf.name))
             else:
@@ -265,7 +267,7 @@ class Lowering:
         specs, whole = self.outputs()
         head, one_pass = self.lower_head()
         # Whole outputs that do not come from totals are vectors; those that do end the program.
-        given = set(self.cut.totals)
+        given = {*self.cut.totals, *self.cut.token_outputs}
         for node in self.light_ancestors(whole, given):
             self.vectors.setdefault(node)
         vectors = [n for n in self.vectors if n.op != "placeholder"]

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .._torch_private import no_new_guards
 from ..config import FpdtConfig
@@ -44,6 +44,7 @@ from .match_lm_head import find_head
 from .normalize import Normalize
 from .pad_shifted_losses import PadShiftedLosses
 from .plan_chunks import plan_chunks
+from .token_rules import op_name
 from .verify import verify_graph
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Analysis:
     feed_forwards: list[FeedForward] = field(default_factory=list)
     cut: Cut | None = None
     plan: ChunkPlan | None = None
-    dropped: set[Node] = field(default_factory=set)
+    dropped: dict[int, Node] = field(default_factory=dict)  # by place in the output
     rejections: list[Rejection] = field(default_factory=list)
     num_found: int = 0
 
@@ -132,19 +133,16 @@ def find_everything(
     result.attentions, refused = find_attentions(nodes, tokens)
     result.rejections.extend(error.rejection for error in refused)
     result.feed_forwards = find_feed_forwards(graph, tokens)
-    result.mixers = find_mixers(graph, tokens)
-    swallowed = {n for mixer in result.mixers for n in mixer.nodes}
+    drop_outputs(captured, config, result)
+    result.mixers, tails = find_mixers(graph, tokens)
+    swallowed = {n for mixer in [*result.mixers, *tails] for n in mixer.nodes}
     result.attentions = [a for a in result.attentions if a.node not in swallowed]
     known = {rejection.source for rejection in result.rejections}
     result.rejections.extend(
-        m.rejection for m in result.mixers if m.rejection.source not in known
+        m.rejection for m in [*result.mixers, *tails] if m.rejection.source not in known
     )
-    result.dropped = dropped_outputs(captured, config, tokens, result.attentions)
-    kept = [
-        n
-        for n in returned_nodes(graph)
-        if isinstance(n, Node) and n not in result.dropped
-    ]
+    kept = [n for n in returned_nodes(graph) if isinstance(n, Node)]
+    kept += [x for tail in tails for x in tail.inputs]
     barriers = [*result.attentions, *result.mixers]
     result.cut = cut_regions(graph, tokens, symbol, barriers, kept)
     if not result.attentions:
@@ -199,27 +197,41 @@ def is_short(captured: CapturedGraph) -> bool:
     return bool(sizes) and all(size.is_Integer and size <= SHORT for size in sizes)
 
 
-def dropped_outputs(
-    captured: CapturedGraph,
-    config: FpdtConfig,
-    tokens: TokenAnalysis,
-    attentions: list[Attention],
-) -> set[Node]:
-    """Outputs that training does not need: what follows the LM head, and keys and values.
+def drop_outputs(captured: CapturedGraph, config: FpdtConfig, result: Analysis) -> None:
+    """Take out of the graph what training does not need: what follows the LM head, and caches.
 
-    Only when a loss is returned and gradients are enabled, and only with ``outputs="auto"``.
+    Only when a loss is returned and gradients are enabled, and only with ``outputs="auto"``. A
+    cache is what is made of an attention's keys and values by moving them around.
     """
-    graph = captured.module.graph
-    returned = [n for n in returned_nodes(graph) if isinstance(n, Node)]
+    graph, tokens = captured.module.graph, result.tokens
+    assert tokens is not None
+    returned = returned_nodes(graph)
     losses = [
         n
         for n in returned
-        if tokens.kinds[n] in (NodeKind.TOTAL, NodeKind.EPILOGUE)
+        if isinstance(n, Node)
+        and tokens.kinds[n] in (NodeKind.TOTAL, NodeKind.EPILOGUE)
         and value_of(n).dim() == 0
         and n.meta.get("needs_grad", False)
     ]
     if config.outputs != "auto" or not captured.grad_enabled or not losses:
-        return set()
+        return
+    after = after_head(graph, tokens)
+    caches = {x for a in result.attentions for x in (a.k, a.v)}
+    for index, node in enumerate(returned):
+        if not isinstance(node, Node) or not is_tensor(node) or node in losses:
+            continue
+        per_token = tokens.kinds[node] is NodeKind.TOKENWISE and node in after
+        if per_token or moved_from(node, caches):
+            result.dropped[index] = node
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    kept = [None if i in result.dropped else x for i, x in enumerate(returned)]
+    output.args = (tuple(kept),)
+    graph.eliminate_dead_code()
+
+
+def after_head(graph: Graph, tokens: TokenAnalysis) -> set[Node]:
+    """The LM head of the loss, and everything that follows it."""
     totals = [n for n in graph.nodes if tokens.kinds[n] is NodeKind.TOTAL]
     head = find_head(graph, tokens, totals, [])
     after: set[Node] = set()
@@ -228,11 +240,19 @@ def dropped_outputs(
         for node in graph.nodes:
             if any(x in after for x in node.all_input_nodes):
                 after.add(node)
-    caches = {x for a in attentions for x in (a.k, a.v)}
-    return {
-        n
-        for n in returned
-        if is_tensor(n)
-        and tokens.kinds[n] is NodeKind.TOKENWISE
-        and (n in after or n in caches)
-    }
+    return after
+
+
+MOVES = frozenset(
+    "slice cat reshape transpose permute unsqueeze squeeze expand select".split()
+)
+
+
+def moved_from(node: Node, sources: set[Node]) -> bool:
+    """Whether ``node`` is one of ``sources`` or made of them by moving elements around."""
+    while node not in sources:
+        if node.op != "call_function" or op_name(node) not in MOVES:
+            return False
+        first = node.args[0]
+        node = first[-1] if isinstance(first, (list, tuple)) else first
+    return True

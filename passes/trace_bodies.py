@@ -54,10 +54,11 @@ class BodyInterpreter(Interpreter):
     def run_node(self, node: Node) -> Any:
         with contextlib.ExitStack() as stack:
             for device, (enabled, dtype) in (node.meta.get("autocast") or {}).items():
-                if enabled:
-                    stack.enter_context(
-                        torch.autocast(device, dtype=dtype, cache_enabled=False)
+                stack.enter_context(
+                    torch.autocast(
+                        device, dtype=dtype, enabled=enabled, cache_enabled=False
                     )
+                )
             if node.meta.get("grad_off", False):
                 stack.enter_context(torch.no_grad())
             return super().run_node(node)

@@ -13,7 +13,7 @@ EAGER = dict(codegen="eager", chunk_len=8, head_len=4)
 
 
 def analyses(model):
-    return fpdt_compile.api._BACKENDS[model].analyses
+    return fpdt_compile.api.backend_of(model).analyses
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -97,7 +97,7 @@ def test_default_lengths_are_picked():
     model, _ = plain_pair()
     fpdt_compile.optimize(model, codegen="eager")
     model(batch(2, 21)["input_ids"])
-    plan = fpdt_compile.api._BACKENDS[model].analyses[0].plan
+    plan = fpdt_compile.api.backend_of(model).analyses[0].plan
     assert plan.chunk_len >= 128 and 1 <= plan.head_len <= plan.chunk_len
     assert type(plan).from_json(plan.to_json()) == plan and len(plan.digest) == 16
 

@@ -49,7 +49,7 @@ def run_both(model, length=21):
             model, reference, inputs_of(length), loss_of=lambda output: output
         )
     result.check(1e-9)
-    found = fpdt_compile.api._BACKENDS[model].analyses[0]
+    found = fpdt_compile.api.backend_of(model).analyses[0]
     ours = [str(w.message) for w in caught if "fpdt_compile" in str(w.message)]
     return found, ours
 

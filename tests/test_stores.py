@@ -78,6 +78,6 @@ def test_saved_bytes_are_the_formula(save, monkeypatch):
     hidden = 3 * rows * 32 * 8  # the last block's result was consumed by the head
     attention = 3 * rows * (32 * 8 + 4 * 8) if save == "attention" else 0
     assert seen == [hidden + attention]
-    plan = fpdt_compile.api._BACKENDS[model].analyses[0].plan
+    plan = fpdt_compile.api.backend_of(model).analyses[0].plan
     # The plan counts the last block's result too.
     assert plan.stored_bytes_per_token * 40 == hidden + attention + rows * 32 * 8

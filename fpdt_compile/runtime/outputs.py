@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_private import plain_tensor_access
 from ..errors import OutputNotMaterialized
 
 
@@ -31,7 +32,7 @@ class UnmaterializedOutput(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "size", "dim", "numel", "stride", "is_floating_point"):
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_tensor_access():
                 return func(*args, **(kwargs or {}))
         raise not_materialized(name)
 
