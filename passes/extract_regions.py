@@ -125,10 +125,11 @@ class RegionExtractor:
             ]
             while pending:
                 x = pending.pop()
-                expr = size_expr(value_of(x))
-                if expr == self.symbol:
+                if is_length(value_of(x), self.symbol):
                     continue
-                if self.symbol not in expr.free_symbols or x.op == "placeholder":
+                if x.op == "placeholder" or any(
+                    is_tensor(y) for y in x.all_input_nodes
+                ):
                     found.setdefault(x)
                 else:
                     pending.extend(x.all_input_nodes)
@@ -203,7 +204,7 @@ class RegionExtractor:
             return copies[x]
         if self.analysis.kinds[x] is not NodeKind.SYMBOL:
             raise InvariantError(f"{x.name} is read by a region but not part of it")
-        if size_expr(value_of(x)) == self.symbol:
+        if is_length(value_of(x), self.symbol):
             if self.length is None:
                 raise InvariantError(f"{x.name}: a region without a token operand")
             return self.length
@@ -240,6 +241,10 @@ class RegionExtractor:
             lines.append(f"{node.op} {target} {args} {mode}")
         lines.extend(f"-> {n.meta.get('needs_grad', False)}" for n in outputs)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def is_length(value: Any, symbol: sympy.Symbol) -> bool:
+    return isinstance(value, torch.SymInt) and value.node.expr == symbol
 
 
 class _Ref(int):

@@ -114,8 +114,11 @@ def make_mixer(
     inputs: dict[Node, None] = {}
     for node in members:
         for x in node.all_input_nodes:
-            if x not in group:
-                inputs.setdefault(x)
+            for source in (
+                [x] if analysis.kinds[x] is not NodeKind.SYMBOL else origins(x)
+            ):
+                if source not in group:
+                    inputs.setdefault(source)
     return Mixer(
         name=first.name,
         nodes=tuple(members),
@@ -125,6 +128,18 @@ def make_mixer(
             op=str(first.target), source=source_of(first), reason=reason, change=CHANGE
         ),
     )
+
+
+def origins(size: Node) -> list[Node]:
+    """The graph inputs a size is computed from; the mixer computes it again."""
+    found: dict[Node, None] = {}
+    pending = [size]
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder":
+            found.setdefault(node)
+        pending.extend(node.all_input_nodes)
+    return list(found)
 
 
 def check_outputs(mixer: Mixer, analysis: TokenAnalysis) -> None:

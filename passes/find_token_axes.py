@@ -182,7 +182,7 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
     touched = any(ctx.of(x) for x in sources) or has_token_size(ctx, node)
     if not touched:
         analysis.axes[node] = ()
-        if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}:
+        if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE, NodeKind.MIXER}:
             kinds[node] = NodeKind.EPILOGUE
         elif is_random(node) or (light and any(x in analysis.light for x in sources)):
             kinds[node] = (

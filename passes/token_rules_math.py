@@ -260,6 +260,11 @@ def one_hot(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     return ctx.of(node.args[0])
 
 
+@rule("broadcast_tensors")
+def broadcast_tensors(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    return broadcast(ctx, node, list(node.args[0]))
+
+
 @rule("bucketize", "isin")
 def lookup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     only_axes(ctx, node, [node.args[0]])

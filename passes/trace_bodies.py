@@ -170,9 +170,14 @@ def trace_backward(region: Region, length: int) -> TracedBody:
     def backward(*inputs: Any) -> list[torch.Tensor | None]:
         operands, grads = inputs[: len(region.operands)], inputs[len(region.operands) :]
         leaves, outputs = run_with_grad(region, operands, wanted)
+        pairs = [
+            (outputs[i], grad)
+            for i, grad in zip(used, grads)
+            if outputs[i].requires_grad
+        ]
         return list(
             torch.autograd.grad(
-                [outputs[i] for i in used], leaves, list(grads), allow_unused=True
+                [x for x, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
             )
         )
 

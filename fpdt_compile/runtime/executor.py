@@ -303,6 +303,7 @@ def mix_backward(step: Step, call: MixerCall) -> None:
     with torch.enable_grad(), repeated_randomness(step, call):
         outputs = call.run(flat)
     upstream = []
+    used = [i for i in used if outputs[i].requires_grad]
     for i in used:
         name = call.results[i].name
         pieces = [step.take_value_grad(name, c) for c in range(step.num_chunks)]
