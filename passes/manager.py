@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Graph, Node
 
 from .._torch_private import no_new_guards
@@ -126,6 +127,7 @@ def find_everything(
         return
     if symbol is None:
         raise CantChunk(no_token_dimension(captured))
+    refuse_shared_symbol(captured)
     tokens = result.tokens = find_token_axes(graph, symbol)
     nodes = list(graph.nodes)
     found = [n for n in nodes if tokens.kinds[n] is NodeKind.ATTENTION]
@@ -177,6 +179,27 @@ def no_token_dimension(captured: CapturedGraph) -> Rejection:
         reason="no input dimension is known to be the token dimension",
         change="name it with token_dims=, or use dynamic=True with the fpdt backend",
     )
+
+
+def refuse_shared_symbol(captured: CapturedGraph) -> None:
+    """With dynamic=True, torch gives sizes that are equal at the first call one symbol."""
+    for node in captured.module.graph.nodes:
+        if node.op != "placeholder" or not is_tensor(node):
+            continue
+        value = value_of(node)
+        if value.is_floating_point() or value.dtype is torch.bool:
+            continue  # a mask may well be [S, S]
+        sizes = [size_expr(s) for s in value.shape]
+        if sizes.count(captured.token_symbol) > 1:
+            raise CantChunk(
+                Rejection(
+                    op="input size",
+                    source=str(node.meta.get("input_name", node.name)),
+                    reason="its batch size and sequence length are one symbol, because they were "
+                    "equal when it was traced",
+                    change="nothing: other shapes are traced anew; or use fpdt_compile.optimize",
+                )
+            )
 
 
 # torch specializes sizes 0 and 1; S - 1 or S // 2 of the model's code reach them up to here.

@@ -88,8 +88,10 @@ def shifted_loss(node: Node, symbol: sympy.Symbol) -> ShiftedLoss | None:
 def has_part(node: Node, symbol: sympy.Symbol) -> bool:
     """Whether a dimension is s less a constant (times other sizes)."""
     return any(
-        symbol in size_expr(s).free_symbols and size_expr(s).subs(symbol, 0) != 0
-        for s in value_of(node).shape
+        symbol in expr.free_symbols
+        and expr.is_polynomial(symbol)
+        and expr.subs(symbol, 0) != 0
+        for expr in map(size_expr, value_of(node).shape)
     )
 
 

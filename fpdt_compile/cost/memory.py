@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Bytes that the intermediates of one chunk (one head piece) may take. On a CPU the point is to
 # stay near the last-level cache; see README, "How chunk lengths are chosen".
-CPU_CHUNK_BYTES = 64 << 20
+CPU_CHUNK_BYTES = 128 << 20
 CPU_HEAD_BYTES = 32 << 20
 # On a GPU a chunk must be long enough to hide a copy under attention: the FPDT paper (arXiv
 # 2408.16978, section 5.3) settles on 64K tokens.
