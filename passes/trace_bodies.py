@@ -86,7 +86,14 @@ def plain_modes() -> Iterator[None]:
 
 
 def fake_inputs(region: Region, length: int, mode: FakeTensorMode) -> list[Any]:
-    """Fake operands for a chunk of ``length`` tokens, symbolic where the captured sizes are."""
+    """Fake operands for a chunk of ``length`` tokens, symbolic where the captured sizes are.
+
+    Sizes of equal extent share a symbol, which is what makes c one symbol; so an extent that
+    another symbol (the batch) has at this call is not taken for c.
+    """
+    taken = other_extents(region)
+    while length in taken:
+        length += 1
     made = []
     for operand, source in zip(region.operands, region.sources, strict=True):
         if operand.kind is OperandKind.SYMBOL:
@@ -97,6 +104,25 @@ def fake_inputs(region: Region, length: int, mode: FakeTensorMode) -> list[Any]:
         else:
             made.append(fake_operand(operand, source, length, mode))
     return made
+
+
+def other_extents(region: Region) -> set[int]:
+    """Extents of the symbolic sizes of the operands other than the token dimension."""
+    found: set[int] = set()
+    for operand, source in zip(region.operands, region.sources, strict=True):
+        if operand.kind is OperandKind.SYMBOL:
+            found.add(int(value_of(source).node.hint))
+            continue
+        for dim, size in enumerate(value_of(source).shape):
+            if operand.axis is not None and operand.axis.dim == dim:
+                found |= {
+                    hint_of(part, source)
+                    for part in (operand.axis.outer, operand.axis.inner)
+                    if not part.is_Integer
+                }
+            elif not size_expr(size).is_Integer:
+                found.add(hint(size))
+    return found
 
 
 def fake_operand(
@@ -115,15 +141,14 @@ def fake_operand(
             if not size_expr(size).is_Integer:
                 dynamic.append(len(sizes) - 1)
             continue
-        parts = (
-            [length]
-            if axis.plain
-            else [hint_of(axis.outer, source), length, hint_of(axis.inner, source)]
-        )
-        for i, part in enumerate(parts):
-            symbolic = (
-                part is length or not (axis.outer, None, axis.inner)[i].is_Integer
+        parts = [(length, True)]
+        if not axis.plain:
+            outer, inner = (
+                (hint_of(part, source), not part.is_Integer)
+                for part in (axis.outer, axis.inner)
             )
+            parts = [outer, *parts, inner]
+        for part, symbolic in parts:
             if symbolic:
                 dynamic.append(len(sizes))
             sizes.append(part)

@@ -61,6 +61,13 @@ def test_batch_sizes(batch_size):
     compare_training(model, reference, inputs, loss_of=plain_loss).check(EXACT)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_batch_size_equal_to_piece_lengths(size):
+    model, reference = optimized_plain(chunk_len=size, head_len=size)
+    inputs = plain_inputs(size, 17)
+    compare_training(model, reference, inputs, loss_of=plain_loss).check(EXACT)
+
+
 def test_one_compile_serves_every_length():
     model, _ = optimized_plain()
     counts = []
