@@ -50,10 +50,6 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def is_dynamo_compiling() -> bool:
-    return torch.compiler.is_compiling()
-
-
 def is_checkpoint_op(target: Any) -> bool:
     """Whether a call_function target is Dynamo's activation-checkpoint region."""
     return target in (
@@ -123,14 +119,6 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
         metadata_fn=lambda: {"name": name, "encoding": "string"},
         payload_fn=text,
     )
-
-
-def reset_dynamo() -> None:
-    torch._dynamo.reset()
-
-
-def dynamo_disable(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(fn)
 
 
 def current_autocast() -> dict[str, tuple[bool, torch.dtype]]:

@@ -29,7 +29,7 @@ from ._torch_private import (
     specializations,
 )
 from .errors import InvariantError
-from .graph import CapturedGraph, is_tensor, value_of
+from .graph import CapturedGraph, value_of
 from .passes.find_token_axes import find_token_symbol
 
 CUSTOM_KEY = "fpdt_compile"
@@ -161,10 +161,3 @@ def propagate_needs_grad(module: GraphModule) -> None:
             and node.target is not torch.ops.aten.detach.default
             and any(x.meta.get("needs_grad", False) for x in node.all_input_nodes)
         )
-
-
-def input_tensors(graph: CapturedGraph) -> list[Node]:
-    """The tensor placeholders, in order."""
-    return [
-        n for n in graph.module.graph.nodes if n.op == "placeholder" and is_tensor(n)
-    ]

@@ -24,7 +24,7 @@ from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
 from .passes.manager import Analysis
-from .passes.plan_chunks import after_head
+from .passes.match_lm_head import after_head
 from .token_dims import TokenMarker
 
 
@@ -147,7 +147,7 @@ def report(model: nn.Module, result: Analysis, config: FpdtConfig) -> Report:
     seq_len = sequence_length(result)
     after = largest_after = 0
     if plan is not None and cut is not None:
-        after = stored_after(result, seq_len)
+        after = stored_after(result)
         largest_after = largest_chunk(result, seq_len)
     return Report(
         model=type(model).__name__,
@@ -186,7 +186,7 @@ def mask_label(attention: Attention) -> str:
     return "causal" if attention.is_causal else "no mask"
 
 
-def num_bytes(node: Node, length: int | None = None) -> int:
+def num_bytes(node: Node) -> int:
     """Bytes of a node's tensor at the captured sizes."""
     value = value_of(node)
     total = value.dtype.itemsize
@@ -221,8 +221,8 @@ def sequence_length(result: Analysis) -> int:
     return 0
 
 
-def stored_after(result: Analysis, seq_len: int) -> int:
-    cut, symbol = result.cut, result.captured.token_symbol
+def stored_after(result: Analysis) -> int:
+    cut = result.cut
     assert cut is not None and result.plan is not None
     states = dict.fromkeys(cut.entry)
     for block in cut.blocks:
@@ -237,7 +237,6 @@ def stored_after(result: Analysis, seq_len: int) -> int:
                 for s in shape[:3]
             ]
             total += 4 * rows[0] * rows[1] * rows[2]
-    del symbol, seq_len
     return total
 
 
@@ -247,7 +246,7 @@ def largest_chunk(result: Analysis, seq_len: int) -> int:
         result.tokens is not None and result.plan is not None and result.cut is not None
     )
     plan, best = result.plan, 0
-    head_nodes = after_head(result.cut)
+    head_nodes = after_head(result.cut.head)
     for node in result.captured.module.graph.nodes:
         if result.tokens.kinds[node] is NodeKind.TOKENWISE and is_tensor(node):
             length = min(

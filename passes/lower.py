@@ -40,7 +40,7 @@ from ..runtime.program import (
     Result,
 )
 from .compile_bodies import BodyCache
-from .cut_regions import BlockCut, Cut, inputs_of, returned_nodes
+from .cut_regions import BlockCut, Cut, returned_nodes
 from .extract_regions import Region, RegionExtractor
 from .find_token_axes import TokenAnalysis
 from .trace_bodies import BodyInterpreter
@@ -351,6 +351,3 @@ def symbol_sources(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
         elif isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
             found.setdefault(value.node.expr, (index, None))
     return found
-
-
-__all__ = ["Lowering", "inputs_of"]

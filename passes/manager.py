@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .._torch_private import no_new_guards
 from ..config import FpdtConfig
@@ -41,7 +41,7 @@ from .find_token_axes import TokenAnalysis, find_token_axes
 from .fold_repeat_kv import FoldRepeatKV
 from .match_attention import find_attentions
 from .match_feed_forward import find_feed_forwards
-from .match_lm_head import find_head
+from .match_lm_head import after_head, find_head
 from .normalize import Normalize
 from .pad_shifted_losses import PadShiftedLosses
 from .plan_chunks import plan_chunks
@@ -239,7 +239,8 @@ def drop_outputs(captured: CapturedGraph, config: FpdtConfig, result: Analysis) 
     ]
     if config.outputs != "auto" or not captured.grad_enabled or not losses:
         return
-    after = after_head(graph, tokens)
+    totals = [n for n in graph.nodes if tokens.kinds[n] is NodeKind.TOTAL]
+    after = after_head(find_head(graph, tokens, totals, []))
     caches = {x for a in result.attentions for x in (a.k, a.v)}
     for index, node in enumerate(returned):
         if not isinstance(node, Node) or not is_tensor(node) or node in losses:
@@ -251,19 +252,6 @@ def drop_outputs(captured: CapturedGraph, config: FpdtConfig, result: Analysis) 
     kept = [None if i in result.dropped else x for i, x in enumerate(returned)]
     output.args = (tuple(kept),)
     graph.eliminate_dead_code()
-
-
-def after_head(graph: Graph, tokens: TokenAnalysis) -> set[Node]:
-    """The LM head of the loss, and everything that follows it."""
-    totals = [n for n in graph.nodes if tokens.kinds[n] is NodeKind.TOTAL]
-    head = find_head(graph, tokens, totals, [])
-    after: set[Node] = set()
-    if head is not None:
-        after = {head.linear}
-        for node in graph.nodes:
-            if any(x in after for x in node.all_input_nodes):
-                after.add(node)
-    return after
 
 
 MOVES = frozenset(

@@ -71,3 +71,16 @@ def feeds_only_end(node: Node, analysis: TokenAnalysis) -> bool:
                 seen.add(user)
                 pending.append(user)
     return True
+
+
+def after_head(head: Head | None) -> set[Node]:
+    """The head linear and everything that follows it."""
+    if head is None:
+        return set()
+    found, pending = {head.linear}, [head.linear]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found

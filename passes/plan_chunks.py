@@ -17,6 +17,7 @@ from ..graph import Attention, NodeKind, is_tensor, value_of
 from ..plan import ChunkPlan
 from .cut_regions import Cut, bytes_per_token
 from .find_token_axes import TokenAnalysis
+from .match_lm_head import after_head
 
 
 def plan_chunks(
@@ -35,7 +36,7 @@ def plan_chunks(
         and is_tensor(n)
         and n not in analysis.light
     ]
-    in_head = after_head(cut)
+    in_head = after_head(cut.head)
     body = [n for n in wide if n not in in_head]
     levels = max(1, len(cut.blocks))
     per_token = sum(bytes_per_token(n, symbol) for n in body) // levels
@@ -63,19 +64,6 @@ def widest(nodes: Iterable[Node], symbol: sympy.Symbol) -> int:
         (bytes_per_token(n, symbol) // value_of(n).dtype.itemsize for n in nodes),
         default=1,
     )
-
-
-def after_head(cut: Cut) -> set[Node]:
-    """The head linear and what follows it."""
-    if cut.head is None:
-        return set()
-    found, pending = {cut.head.linear}, [cut.head.linear]
-    while pending:
-        for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
-                pending.append(user)
-    return found
 
 
 def stored_bytes(cut: Cut, symbol: sympy.Symbol, save: str) -> int:

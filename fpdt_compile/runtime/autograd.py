@@ -81,22 +81,20 @@ class StageNode(torch.autograd.Function):
                 "double backward: the chunked program recomputes its regions in backward and "
                 "cannot be differentiated twice; call backward or grad without create_graph=True"
             )
-        inputs = (
-            ctx.saved_tensors
-        )  # raises if the graph was freed or a parameter was changed
+        # Raises if the graph was freed, or a parameter was changed since the forward.
+        _ = ctx.saved_tensors
         step, stage = ctx.step, ctx.stage
         step.keep_graph = get_keep_graph()
         with no_autocast():
             stage.differentiate(step, grads[1:], step.keep_graph)
         found = []
-        for name, tensor, needed in zip(stage.inputs, inputs, ctx.needs_input_grad[3:]):
+        for name, needed in zip(stage.inputs, ctx.needs_input_grad[3:]):
             grad = stage.input_grad(step, name)
             found.append(grad if needed else None)
-            del tensor
-        return (None, None, inputs_token(ctx), *found)
+        return (None, None, token_grad(ctx), *found)
 
 
-def inputs_token(ctx: FunctionCtx) -> Tensor | None:
+def token_grad(ctx: FunctionCtx) -> Tensor | None:
     return torch.empty(0) if ctx.needs_input_grad[2] else None
 
 

@@ -24,6 +24,7 @@ class HeadExecutor:
     def __init__(self, step: Step, call: RegionCall, held: frozenset[str]) -> None:
         self.step = step
         self.call = call
+        self.dtypes = [torch.float32] * len(call.results)
         self.held = held  # exit state that the last block's backward reads too
 
     def forward(self, *, one_pass: bool, train: bool) -> list[Tensor]:
@@ -53,8 +54,6 @@ class HeadExecutor:
             )
         ]
 
-    dtypes: list[torch.dtype]
-
     def collect(
         self, have: Tensor | None, index: int, part: Tensor, piece: tuple[int, int]
     ) -> Tensor:
@@ -71,8 +70,6 @@ class HeadExecutor:
         return have + part
 
     def note_dtype(self, index: int, part: Tensor) -> None:
-        if not hasattr(self, "dtypes"):
-            self.dtypes = [torch.float32] * len(self.call.results)
         self.dtypes[index] = part.dtype
 
     def drop_state(self, chunk: int) -> None:
