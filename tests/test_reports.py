@@ -186,3 +186,17 @@ def test_complex_rotary():
 
     found, warned = run_both(Wrapped(rotate))
     assert not warned and len(found.attentions) == 2
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x.detach(),
+        lambda x: torch.cat([x[..., :16].detach(), x[..., 16:]], -1),
+    ],
+    ids=["whole", "half"],
+)
+def test_a_detach_between_blocks(cut):
+    """What lies before a detach gets no gradient, as in the plain model: None, not zeros."""
+    found, warned = run_both(Wrapped(cut), 29)
+    assert not warned and len(found.attentions) == 2

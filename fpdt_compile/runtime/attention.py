@@ -150,6 +150,10 @@ class TileRunner:
             whole[:, :, rows] = part
             self.grads[which, chunk] = whole
 
+    def has_grad(self, chunk: int) -> bool:
+        """Whether any tile gave the chunk's q, k or v a gradient."""
+        return any((which, chunk) in self.grads for which in "qkv")
+
     def take_grad(self, which: str, chunk: int, like: Tensor) -> Tensor:
         """The finished gradient of a chunk of q, k or v, in its own type; zeros if no tile
         used it."""

@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from .._torch_private import get_keep_graph
 from ..errors import FpdtError
-from .executor import BlockExecutor, assemble, run_region, run_region_backward
+from .executor import BlockExecutor, run_region, run_region_backward, whole_grad
 from .head import HeadExecutor
 from .program import ChunkProgram, OperandKind, OutputKind, RegionCall
 from .schedule import BlockShape, block_shape
@@ -168,8 +168,7 @@ class StepRunner:
         def input_grad(step: Step, name: str) -> Tensor | None:
             if name not in token_inputs:
                 return step.parameter_grads.take(name, step.inputs[name])
-            pieces = [step.take_value_grad(name, i) for i in range(step.num_chunks)]
-            return assemble(step, name, pieces)
+            return whole_grad(step, name)
 
         return Stage(
             label="entry",

@@ -145,10 +145,11 @@ class BlockExecutor:
         if not call.needs_grad:
             return
         grad_key = (call.name, query)
-        if grad_key not in self.step.grads.grads:
-            self.step.grads.add(
-                grad_key, step.take_value_grad(call.name, query), owned=False
-            )
+        if grad_key not in step.grads.grads:
+            grad = step.take_value_grad(call.name, query)
+            if grad is None:
+                return
+            step.grads.add(grad_key, grad, owned=False)
         self.runners[attention].attend_backward(
             query,
             key,
@@ -170,6 +171,8 @@ class BlockExecutor:
         step = self.step
         for call, runner in zip(self.block.attentions, self.runners, strict=True):
             step.grads.take((call.name, chunk))
+            if not runner.has_grad(chunk):
+                continue
             for which, name in (("q", call.q), ("k", call.k), ("v", call.v)):
                 grad = runner.take_grad(which, chunk, step.value(name, chunk))
                 if step.program.needs_grad[name]:
@@ -188,11 +191,17 @@ def run_region_backward(step: Step, call: RegionCall | None, chunk: int) -> None
     """Recompute and differentiate a region on one chunk."""
     assert call is not None
     inputs = step.operands(call, chunk)
-    grads = [
-        step.take_value_grad(r.name, chunk).contiguous()
-        for r in call.results
-        if r.needs_grad
-    ]
+    wanted = [i for i, r in enumerate(call.results) if r.needs_grad]
+    found = [step.take_value_grad(call.results[i].name, chunk) for i in wanted]
+    if all(grad is None for grad in found):
+        return  # nothing behind it is differentiable: its parameters get no gradient
+    if any(grad is None for grad in found):
+        values = call.body.forward(inputs)
+        found = [
+            torch.zeros_like(values[i]) if grad is None else grad
+            for i, grad in zip(wanted, found)
+        ]
+    grads = [grad.contiguous() for grad in found if grad is not None]
     results = call.body.backward(inputs, grads)
     hand_out(step, call, chunk, inputs, grads, results, call.body.slots("backward"))
 
@@ -254,6 +263,18 @@ def assemble(step: Step, name: str, pieces: Sequence[Tensor]) -> Tensor:
     return whole
 
 
+def whole_grad(step: Step, name: str) -> Tensor | None:
+    """The gradient of a whole value from its chunks'; None if no chunk has one."""
+    found = [step.take_value_grad(name, i) for i in range(step.num_chunks)]
+    if all(grad is None for grad in found):
+        return None
+    pieces = [
+        torch.zeros_like(step.value(name, i)) if grad is None else grad
+        for i, grad in enumerate(found)
+    ]
+    return assemble(step, name, pieces)
+
+
 def scatter(step: Step, name: str, whole: Tensor) -> list[Tensor]:
     axis = step.program.axes[name]
     return [
@@ -302,16 +323,18 @@ def mix_backward(step: Step, call: MixerCall) -> None:
         flat[i] = flat[i].requires_grad_()
     with torch.enable_grad(), repeated_randomness(step, call):
         outputs = call.run(flat)
-    upstream = []
-    used = [i for i in used if outputs[i].requires_grad]
-    for i in used:
-        name = call.results[i].name
-        pieces = [step.take_value_grad(name, c) for c in range(step.num_chunks)]
-        upstream.append(assemble(step, name, pieces))
+    pairs = [
+        (outputs[i], whole_grad(step, call.results[i].name))
+        for i in used
+        if outputs[i].requires_grad
+    ]
+    pairs = [(out, grad) for out, grad in pairs if grad is not None]
+    if not pairs:
+        return
     grads = torch.autograd.grad(
-        [outputs[i] for i in used],
+        [out for out, _ in pairs],
         [flat[i] for i in wanted],
-        upstream,
+        [grad for _, grad in pairs],
         allow_unused=True,
     )
     for i, grad in zip(wanted, grads):

@@ -135,8 +135,8 @@ class Step:
 
     # gradients --------------------------------------------------------------
 
-    def take_value_grad(self, name: str, chunk: int) -> Tensor:
-        """The finished gradient of a chunk value (zeros if nothing asked for one)."""
+    def take_value_grad(self, name: str, chunk: int) -> Tensor | None:
+        """The finished gradient of a chunk value; None if nothing gave one (a detach)."""
         key = (name, chunk)
         grad = self.grads.take(key)
         if key in self.unit_grads:
@@ -148,7 +148,7 @@ class Step:
             else:
                 scaled = self.unit_grads.pop(key).mul_(factor)
             grad = scaled if grad is None else grad + scaled
-        return torch.zeros_like(self.value(name, chunk)) if grad is None else grad
+        return grad
 
     # masks ------------------------------------------------------------------
 
