@@ -24,12 +24,17 @@ from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
+    statically_known_true,
 )
+from torch.utils._sympy.functions import Max as SymMax
+from torch.utils._sympy.functions import Min as SymMin
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
+    "SymMax",
+    "SymMin",
     "fake_with_symbolic_dims",
     "get_keep_graph",
     "inductor_compile",
@@ -39,6 +44,7 @@ __all__ = [
     "new_fake_mode",
     "outside_tracing",
     "preserve_node_meta",
+    "statically_known_true",
     "structured_trace",
 ]
 

@@ -17,19 +17,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from ._torch_private import (
     FakeTensor,
+    SymMax,
+    SymMin,
     current_autocast,
     is_checkpoint_op,
     make_fx,
     preserve_node_meta,
     specializations,
+    statically_known_true,
 )
 from .errors import InvariantError
-from .graph import CapturedGraph, value_of
+from .graph import CapturedGraph, is_tensor, size_expr, value_of
 from .passes.find_token_axes import find_token_symbol
 
 CUSTOM_KEY = "fpdt_compile"
@@ -85,6 +89,7 @@ def capture(module: GraphModule) -> CapturedGraph:
         state = node.meta.get("custom", {}).get(CUSTOM_KEY, {})
         node.meta.update(state)
     propagate_needs_grad(traced)
+    settle_sizes(traced)
     return CapturedGraph(
         module=traced,
         token_symbol=find_token_symbol(graph),
@@ -109,6 +114,37 @@ def unify_sizes(inputs: list[torch.Tensor]) -> None:
                 known = first.setdefault((dim, int(size.node.hint)), size)
                 if known.node.expr != size.node.expr and not bool(known == size):
                     raise InvariantError(f"sizes {known} and {size} differ")
+
+
+def settle_sizes(module: GraphModule) -> None:
+    """Write a size the guards make equal to an input's, like ``n - max(0, n - s)``, as that."""
+    known = {
+        size_expr(size): size
+        for node in module.graph.nodes
+        if node.op == "placeholder" and is_tensor(node)
+        for size in value_of(node).shape
+        if size_expr(size).is_Symbol
+    }
+    for node in module.graph.nodes:
+        if not is_tensor(node):
+            continue
+        value = value_of(node)
+        shape = [settled(size, known) for size in value.shape]
+        if any(a is not b for a, b in zip(shape, value.shape, strict=True)):
+            with value.fake_mode:
+                node.meta["val"] = value.new_empty(shape)
+
+
+def settled(
+    size: int | torch.SymInt, known: dict[sympy.Symbol, torch.SymInt]
+) -> int | torch.SymInt:
+    expr = size_expr(size)
+    if not expr.has(sympy.Max, sympy.Min, SymMax, SymMin):
+        return size
+    for symbol in expr.free_symbols:
+        if symbol in known and statically_known_true(size == known[symbol]):
+            return known[symbol]
+    return size
 
 
 def label_modes(module: GraphModule) -> None:

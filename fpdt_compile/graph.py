@@ -48,6 +48,7 @@ class NodeKind(enum.Enum):
         "tokenwise"  # one token axis, row t of the output needs row t of the inputs
     )
     MASK = "mask"  # two token axes, from vectors only; evaluated tile by tile
+    SCORE = "score"  # two token axes, read by attention only; evaluated tile by tile
     ATTENTION = "attention"
     MIXER = "mixer"  # part of an op group that runs whole
     TOTAL = "total"  # a sum over all tokens
@@ -60,11 +61,13 @@ class MaskLeaf:
     """An input of a mask graph: a whole tensor, named after its node in the captured graph.
 
     ``q_axis`` / ``k_axis`` is the leaf's dimension that runs along the queries / keys, or None.
+    ``needs_grad``: a parameter (no token axis) whose gradient the attention computes.
     """
 
     name: str
     q_axis: TokenAxis | None
     k_axis: TokenAxis | None
+    needs_grad: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +76,29 @@ class MaskGraph:
 
     ``module``'s placeholders are ``leaves`` in order, its one output the mask, broadcastable to
     ``[B, H, S, S]``; ``is_bool`` says whether it selects (bool) or is added to the scores.
+
+    A selecting mask with ``fill`` replaces the scores of hidden pairs by that finite number, so
+    that a row without a visible key attends to all keys alike; without, such a row is 0.
     """
 
     name: str
     module: GraphModule
     leaves: tuple[MaskLeaf, ...]
     is_bool: bool
+    fill: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreGraph:
+    """Arithmetic on attention scores that is more than a scale and a mask.
+
+    ``module``'s first placeholder is the tile of unscaled scores ``[B, H, q, k]``, the others are
+    ``leaves`` in order; its output are the logits before the mask, broadcastable to the scores.
+    """
+
+    name: str
+    module: GraphModule
+    leaves: tuple[MaskLeaf, ...]
 
 
 class TileKind(enum.Enum):
@@ -109,7 +129,9 @@ class Attention:
     """One attention: ``q`` [B,H,S,D], ``k`` [B,G,S,D], ``v`` [B,G,S,Dv] nodes, G divides H.
 
     ``mask`` is a :class:`MaskGraph`, or None; ``is_causal`` is the op's own flag (mask is None
-    then). ``scale`` None means 1/sqrt(D).
+    then). ``scale`` None means 1/sqrt(D). With a ``score`` graph the scale is in the graph.
+    ``sinks`` [H] are logits without a value; ``seed`` (a scalar) and ``dropout_p`` drop weights.
+    ``members`` are the nodes of the score arithmetic, which only attention reads.
     """
 
     name: str
@@ -120,7 +142,11 @@ class Attention:
     mask: MaskGraph | None
     is_causal: bool
     scale: float | None
-    dropout_p: float
+    score: ScoreGraph | None = None
+    sinks: MaskGraph | None = None
+    seed: Node | None = None
+    dropout_p: float = 0.0
+    members: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,10 +89,13 @@ def find_mask_graph(mask: Node, axes: Axes) -> MaskGraph:
     value = value_of(mask)
     if value.dtype is not torch.bool and not value.is_floating_point():
         raise refuse(mask, f"a mask of dtype {value.dtype}", "use a bool or float mask")
-    if value.requires_grad:
-        raise refuse(mask, "the mask has a gradient", "use a mask without parameters")
     builder = MaskBuilder(mask, axes)
-    rank, roles = value.dim(), Roles(None, None)
+    return builder.finish(builder.copy(mask, last_two(mask, axes)), mask.name)
+
+
+def last_two(mask: Node, axes: Axes) -> Roles:
+    """Queries at dimension -2, keys at -1."""
+    rank, roles = value_of(mask).dim(), Roles(None, None)
     for axis in axes.get(mask, ()):
         if axis.dim == rank - 2:
             roles = Roles(axis.dim, roles.k)
@@ -104,7 +107,7 @@ def find_mask_graph(mask: Node, axes: Axes) -> MaskGraph:
                 f"dimension {axis.dim} of {rank} of the mask is a token axis",
                 "queries and keys must be its last two dimensions",
             )
-    return builder.finish(builder.copy(mask, roles))
+    return roles
 
 
 class MaskBuilder:
@@ -119,6 +122,7 @@ class MaskBuilder:
         self.copies: dict[tuple[Node, Roles], Node] = {}
         self.sizes: dict[str, sympy.Expr] = {}
         self.short: set[Node] = set()
+        self.given: dict[Node, Node] = {}  # nodes that are inputs of another kind
         self.mutated = mutated_storages(mask.graph)
 
     def copy(self, node: Node, roles: Roles) -> Node:
@@ -160,6 +164,8 @@ class MaskBuilder:
         if name in ("full", "scalar_tensor") or name in FACTORY_FILL:
             return make_factory(self, node, roles)
         two_axes = len(self.axes.get(node, ())) > 1
+        if node in self.given:
+            return self.given[node]
         if two_axes and storage_of(node) in self.mutated:
             raise refuse(
                 node,
@@ -187,7 +193,14 @@ class MaskBuilder:
         self.last_leaf = copy
         q = None if roles.q is None else TokenAxis(dim=roles.q)
         k = None if roles.k is None else TokenAxis(dim=roles.k)
-        self.leaves.append(MaskLeaf(name=node.name, q_axis=q, k_axis=k))
+        self.leaves.append(
+            MaskLeaf(
+                name=node.name,
+                q_axis=q,
+                k_axis=k,
+                needs_grad=bool(node.meta.get("needs_grad", False)),
+            )
+        )
         return with_meta(copy, node)
 
     def check_short(self, leaf: Node) -> None:
@@ -225,15 +238,21 @@ class MaskBuilder:
         copy.meta["val"] = value
         return copy
 
-    def finish(self, output: Node) -> MaskGraph:
+    def module(self, output: Node) -> GraphModule:
         self.graph.output(output)
+        self.graph.eliminate_dead_code()
         module = GraphModule(dict(self.sizes), self.graph)
         module.graph.lint()
+        return module
+
+    def finish(self, output: Node, name: str, fill: float | None = None) -> MaskGraph:
+        """``name`` is equal only for equal masks."""
         return MaskGraph(
-            name=self.mask.name,
-            module=module,
+            name=name,
+            module=self.module(output),
             leaves=tuple(self.leaves),
-            is_bool=value_of(self.mask).dtype is torch.bool,
+            is_bool=value_of(output).dtype is torch.bool,
+            fill=fill,
         )
 
 

@@ -88,6 +88,18 @@ def insert_call(
     return node
 
 
+def insert_from(
+    graph: Graph, target: Any, args: tuple[Any, ...], like: Node, **kwargs: Any
+) -> Node:
+    """:func:`insert_call` for a rewrite that keeps gradients: the new node needs a gradient iff an
+    input does."""
+    node = insert_call(graph, target, args, kwargs, like)
+    node.meta["needs_grad"] = node.meta["val"].is_floating_point() and any(
+        x.meta.get("needs_grad", False) for x in node.all_input_nodes
+    )
+    return node
+
+
 def set_value(node: Node, like: Node) -> None:
     """Compute ``node.meta["val"]`` from its inputs' fake values, in ``like``'s fake mode."""
     args, kwargs = pytree.tree_map_only(

@@ -35,6 +35,8 @@ from .token_rules_math import loss_rows
 # frequencies times positions contract over 1), so its result is recomputed, never stored.
 HEAVY_CONTRACTION = 16
 LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss")
+SCORE_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+ATTENTION_CALLS = ("scaled_dot_product_attention", "attention_from_scores")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,13 +69,16 @@ def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
                 inner |= size_expr(size).free_symbols
     counts: dict[sympy.Symbol, int] = {}
     for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and op_name(node) == "scaled_dot_product_attention"
-        ):
+        if node.op != "call_function" or not is_tensor(node):
+            continue
+        size = None
+        if op_name(node) == "scaled_dot_product_attention":
             size = size_expr(value_of(node.args[0]).shape[-2])
-            if size in symbols:
-                counts[size] = counts.get(size, 0) + 1
+        elif op_name(node) in SCORE_PRODUCTS and value_of(node).dim() >= 2:
+            rows, columns = (size_expr(s) for s in value_of(node).shape[-2:])
+            size = rows if columns.is_Symbol else None
+        if size in symbols:
+            counts[size] = counts.get(size, 0) + 1
     if counts:
         return max(counts, key=lambda symbol: (counts[symbol], str(symbol)))
     by_name = sorted(inner, key=str)
@@ -210,7 +215,9 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
     if light:
         analysis.light.add(node)
         kinds[node] = light_kind(node, axes, proved)
-    elif op_name(node) == "scaled_dot_product_attention" and not proved:
+        if any(isinstance(value_of(x), (tuple, list)) for x in sources):
+            kinds[node] = kinds[sources[0]]  # a part of a list is what the list is
+    elif op_name(node) in ATTENTION_CALLS and not proved:
         kinds[node] = NodeKind.ATTENTION
     elif not proved and is_total(ctx, node):
         kinds[node] = NodeKind.TOTAL
@@ -220,10 +227,13 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         or source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}
     ):
         kinds[node] = NodeKind.MIXER
-        analysis.reasons.setdefault(
-            node,
-            "has two token axes" if len(axes) == 2 else "uses a sum over all tokens",
-        )
+        if "not_attention" in node.meta:
+            why = f"is not read as attention: {node.meta['not_attention']}"
+        elif len(axes) == 2:
+            why = "has two token axes"
+        else:
+            why = "uses a sum over all tokens"
+        analysis.reasons.setdefault(node, why)
     else:
         kinds[node] = NodeKind.TOKENWISE
 
@@ -234,10 +244,7 @@ def is_random(node: Node) -> bool:
     name = op_name(node)
     if name in ("dropout", "feature_dropout", "alpha_dropout"):
         return bool(arg(node, 2, "train")) and arg(node, 1, "p") != 0.0
-    return (
-        torch.Tag.nondeterministic_seeded in tags
-        and name != "scaled_dot_product_attention"
-    )
+    return torch.Tag.nondeterministic_seeded in tags and name not in ATTENTION_CALLS
 
 
 def is_plain_state(analysis: TokenAnalysis, node: Node) -> bool:
@@ -251,6 +258,8 @@ def light_kind(node: Node, axes: tuple[TokenAxis, ...], proved: bool) -> NodeKin
     if len(axes) == 2:
         return NodeKind.MASK
     value = value_of(node)
+    if isinstance(value, (tuple, list)):
+        value = value[0]
     if (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()

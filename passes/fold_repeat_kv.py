@@ -15,6 +15,8 @@ from torch.fx import Node
 
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from .base import GraphPass
+from .find_token_axes import ATTENTION_CALLS
+from .split_scores import scores_behind
 from .token_rules import arg, op_name
 
 VIEWS = ("reshape", "view", "_unsafe_view", "flatten")
@@ -32,10 +34,7 @@ class FoldRepeatKV(GraphPass):
 
     def find(self, captured: CapturedGraph) -> Iterable[Repeated]:
         for node in captured.module.graph.nodes:
-            if (
-                node.op != "call_function"
-                or op_name(node) != "scaled_dot_product_attention"
-            ):
+            if node.op != "call_function" or op_name(node) not in ATTENTION_CALLS:
                 continue
             key, value = unrepeated(node.args[1]), unrepeated(node.args[2])
             if key is None or value is None or value_of(key).dim() != 4:
@@ -45,6 +44,10 @@ class FoldRepeatKV(GraphPass):
 
     def apply(self, captured: CapturedGraph, match: Repeated) -> None:
         node = match.attention
+        if op_name(node) == "attention_from_scores":
+            scores_behind(node).args = (node.args[0], match.key)
+            node.args = (node.args[0], match.key, match.value, *node.args[3:])
+            return
         node.args = (node.args[0], match.key, match.value, *node.args[3:7])
         node.kwargs = {**node.kwargs, "enable_gqa": True}
 

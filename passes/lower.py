@@ -143,10 +143,17 @@ class Lowering:
         )
 
     def attention(self, record: Attention) -> AttentionCall:
-        if record.mask is not None:
-            by_name = {n.name: n for n in self.graph.nodes}
-            for leaf in record.mask.leaves:
+        by_name = {n.name: n for n in self.graph.nodes}
+        operands: dict[str, Operand] = {}
+        for graph in (record.mask, record.score, record.sinks):
+            for leaf in graph.leaves if graph is not None else ():
                 self.vectors.setdefault(by_name[leaf.name])
+                if self.needs_grad(by_name[leaf.name]):
+                    operands[leaf.name] = Operand(
+                        kind=OperandKind.STATE, name=leaf.name, needs_grad=True
+                    )
+        if record.seed is not None:
+            self.vectors.setdefault(record.seed)
         for node in (record.q, record.k, record.v):
             if self.analysis.kinds[node] is NodeKind.VECTOR:
                 self.vectors.setdefault(node)
@@ -160,6 +167,11 @@ class Lowering:
             scale=record.scale,
             dtype=value_of(record.node).dtype,
             needs_grad=self.needs_grad(record.node),
+            score=record.score,
+            sinks=record.sinks,
+            seed=None if record.seed is None else record.seed.name,
+            dropout_p=record.dropout_p,
+            operands=tuple(operands.values()),
         )
 
     def mixer(self, record: Mixer) -> MixerCall:

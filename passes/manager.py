@@ -3,9 +3,10 @@
 In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or
 ``explain``) reads. Order: ``pad_shifted_losses`` first, because ``normalize`` splits the mean
 losses it leaves behind; ``normalize`` next, because every later pass has fewer cases;
-``counter_dropout`` after it, on the dropouts that are left; ``fold_repeat_kv``
-before attention is matched, so that G heads are stored; then axes, attention, mixers, cut and plan,
-each of which reads what the ones before it found.
+``raise_attention`` then, so that attention has one form; ``counter_dropout`` after it, on the
+dropouts that are left; ``fold_repeat_kv`` before attention is matched, so that G heads are
+stored; then axes, attention, mixers, cut and plan, each of which reads what the ones before it
+found.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from .match_lm_head import after_head, find_head
 from .normalize import Normalize
 from .pad_shifted_losses import PadShiftedLosses
 from .plan_chunks import plan_chunks
+from .raise_attention import RaiseAttention
 from .token_rules import op_name
 from .verify import verify_graph
 
@@ -53,7 +55,13 @@ log = logging.getLogger(__name__)
 
 def rewriting_passes() -> list[GraphPass]:
     """In order; see the module docstring for why."""
-    return [PadShiftedLosses(), Normalize(), CounterDropout(), FoldRepeatKV()]
+    return [
+        PadShiftedLosses(),
+        Normalize(),
+        RaiseAttention(),
+        CounterDropout(),
+        FoldRepeatKV(),
+    ]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """Attention in the captured graph as :class:`Attention` records.
 
-In: the graph with its token axes. Out: an Attention for each ``scaled_dot_product_attention`` whose
-sequence dimension is the token axis; one that has no chunked form becomes a mixer, with the reason.
+In: the graph with its token axes. Out: an Attention for each ``scaled_dot_product_attention`` and
+each ``attention_from_scores`` (see ``raise_attention``) whose sequence dimension is the token axis;
+one that has no chunked form becomes a mixer, with the reason.
 
 Contract: matching never changes the graph. Everything of the call is read (keywords too): mask,
 causal flag, scale, dropout, grouped heads.
@@ -18,19 +19,38 @@ from ..errors import CantChunk
 from ..graph import Attention, MaskGraph, NodeKind, is_tensor, size_expr, value_of
 from .analyze_masks import find_mask_graph
 from .base import refuse
-from .find_token_axes import TokenAnalysis
-from .token_rules import arg
+from .find_token_axes import ATTENTION_CALLS, TokenAnalysis
+from .split_scores import sink_graph, split_scores
+from .token_rules import arg, op_name
 
 
-def match_attention(
-    node: Node, analysis: TokenAnalysis, masks: dict[Node, MaskGraph]
+def match_raised(
+    node: Node, analysis: TokenAnalysis, masks: dict[str, MaskGraph]
 ) -> Attention:
-    """The record of one SDPA node; raises CantChunk. ``masks`` shares equal masks."""
-    q, k, v = (arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
-    mask = arg(node, 3, "attn_mask")
-    dropout_p = float(arg(node, 4, "dropout_p", 0.0))
-    is_causal = bool(arg(node, 5, "is_causal", False))
-    scale = arg(node, 6, "scale")
+    """The record of one ``attention_from_scores``; raises CantChunk."""
+    q, k, v, _, sinks, seed, dropout_p = node.args
+    check_operands(node, q, k, v, analysis)
+    parts = split_scores(node, analysis, masks)
+    return Attention(
+        name=node.name,
+        node=node,
+        q=q,
+        k=k,
+        v=v,
+        mask=parts.mask,
+        is_causal=False,
+        scale=parts.scale,
+        score=parts.score,
+        sinks=None if sinks is None else sink_graph(sinks, analysis),
+        seed=seed,
+        dropout_p=float(dropout_p),
+        members=parts.members,
+    )
+
+
+def check_operands(
+    node: Node, q: Node, k: Node, v: Node, analysis: TokenAnalysis
+) -> None:
     for name, x in (("query", q), ("key", k), ("value", v)):
         check_operand(node, name, x, analysis)
     heads, groups = (size_expr(value_of(x).shape[1]) for x in (q, k))
@@ -38,6 +58,18 @@ def match_attention(
         raise refuse(
             node, f"has {heads} query and {groups} key heads", "use H a multiple of G"
         )
+
+
+def match_attention(
+    node: Node, analysis: TokenAnalysis, masks: dict[str, MaskGraph]
+) -> Attention:
+    """The record of one SDPA node; raises CantChunk. ``masks`` shares equal masks."""
+    q, k, v = (arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = arg(node, 3, "attn_mask")
+    dropout_p = float(arg(node, 4, "dropout_p", 0.0))
+    is_causal = bool(arg(node, 5, "is_causal", False))
+    scale = arg(node, 6, "scale")
+    check_operands(node, q, k, v, analysis)
     if scale is not None and not isinstance(scale, (int, float)):
         raise refuse(node, "has a scale that is computed", "pass the scale as a number")
     if dropout_p > 0.0:
@@ -50,18 +82,17 @@ def match_attention(
         if is_causal:
             raise refuse(node, "has a mask and is_causal", "give one of them")
         check_mask(node, mask, analysis)
-        if mask not in masks:
-            masks[mask] = find_mask_graph(mask, analysis.axes)
+        if mask.name not in masks:
+            masks[mask.name] = find_mask_graph(mask, analysis.axes)
     return Attention(
         name=node.name,
         node=node,
         q=q,
         k=k,
         v=v,
-        mask=masks[mask] if isinstance(mask, Node) else None,
+        mask=masks[mask.name] if isinstance(mask, Node) else None,
         is_causal=is_causal,
         scale=None if scale is None else float(scale),
-        dropout_p=dropout_p,
     )
 
 
@@ -106,16 +137,39 @@ def find_attentions(
     nodes: list[Node], analysis: TokenAnalysis
 ) -> tuple[list[Attention], list[CantChunk]]:
     """Every attention in graph order, and the refusals of those that run whole as mixers."""
-    masks: dict[Node, MaskGraph] = {}
+    masks: dict[str, MaskGraph] = {}
     found: list[Attention] = []
     refused: list[CantChunk] = []
     for node in nodes:
         if analysis.kinds[node] is not NodeKind.ATTENTION:
             continue
+        match = ATTENTION_MATCHERS[op_name(node)]
         try:
-            found.append(match_attention(node, analysis, masks))
+            found.append(match(node, analysis, masks))
         except CantChunk as error:
             refused.append(error)
             analysis.kinds[node] = NodeKind.MIXER
             analysis.reasons[node] = error.rejection.reason
+    mark_scores(found, nodes, analysis)
     return found, refused
+
+
+ATTENTION_MATCHERS = dict(
+    zip(ATTENTION_CALLS, (match_attention, match_raised), strict=True)
+)
+
+
+def mark_scores(
+    found: list[Attention], nodes: list[Node], analysis: TokenAnalysis
+) -> None:
+    """Score arithmetic that only attentions read is no mixer: it runs tile by tile."""
+    inside = {n for attention in found for n in attention.members}
+    calls = {attention.node for attention in found}
+    for node in reversed(nodes):
+        two_axes = len(analysis.axes.get(node, ())) > 1
+        if node in inside or (two_axes and analysis.kinds[node] is NodeKind.MIXER):
+            if node.users and all(
+                user in calls or analysis.kinds[user] is NodeKind.SCORE
+                for user in node.users
+            ):
+                analysis.kinds[node] = NodeKind.SCORE

@@ -301,3 +301,21 @@ def attention_per_token(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     for x in (q, k, v):
         not_over_tokens(ctx, x, [-2, -1], "attention")
     return broadcast(ctx, node, [q, k, v])
+
+
+@rule("attention_scores")
+def attention_scores(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    """[B, H, q, k] from [B, H, q, D] and [B, G, k, D]."""
+    q, k = node.args
+    found = []
+    for x, dim in ((q, 2), (k, 3)):
+        not_over_tokens(ctx, x, [0, 1, -1], "attention")
+        found += [
+            TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner) for axis in ctx.of(x)
+        ]
+    return tuple(found)
+
+
+@rule("attention_from_scores")
+def attention_from_scores(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    raise NotTokenwise("attends to other tokens")

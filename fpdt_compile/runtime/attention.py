@@ -14,9 +14,12 @@ from torch import Tensor
 
 from ..graph import TileKind
 from ..kernels.online_softmax import accumulator_dtype, merge
+from ..kernels.reference import keep_mask
+from ..kernels.scored_tiles import Keep, Logits, backward_scored, forward_scored
 from ..kernels.tiles import backward_tile, forward_tile
 from .masks import MaskEvaluator
 from .program import AttentionCall
+from .scores import ScoreEvaluator, sum_into
 
 Range = tuple[int, int]
 # A PARTIAL tile's mask is evaluated in blocks of query rows of at most this many elements.
@@ -24,11 +27,27 @@ MAX_BIAS = 1 << 23
 
 
 class TileRunner:
-    """Runs the tiles of one attention of one step."""
+    """Runs the tiles of one attention of one step.
 
-    def __init__(self, call: AttentionCall, mask: MaskEvaluator | None) -> None:
+    Scores that are only scaled and masked go through the flash kernel; a score graph, dropout or an
+    exact fill through plain math (``scored_tiles``).
+    """
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        mask: MaskEvaluator | None,
+        score: ScoreEvaluator | None = None,
+        sinks: ScoreEvaluator | None = None,
+        seed: Tensor | None = None,
+    ) -> None:
         self.call = call
         self.mask = mask
+        self.score = score
+        self.sinks = sinks
+        self.seed = seed if call.dropout_p > 0.0 else None
+        self.parameter_grads: dict[str, Tensor] = {}
+        self.sunk: set[int] = set()  # query chunks whose sinks have their gradient
         self.running: dict[int, tuple[Tensor, Tensor]] = {}
         self.grads: dict[tuple[str, int], Tensor] = {}
         self.cast: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -42,7 +61,7 @@ class TileRunner:
         """Rows per kernel call: all, but for masks that have to be evaluated."""
         rows = q.shape[2]
         if kind is TileKind.PARTIAL:
-            rows = max(1, MAX_BIAS // (q.shape[0] * k.shape[2]))
+            rows = max(1, MAX_BIAS // (q.shape[0] * q.shape[1] * k.shape[2]))
         return [slice(a, min(a + rows, q.shape[2])) for a in range(0, q.shape[2], rows)]
 
     def bias(
@@ -57,6 +76,51 @@ class TileRunner:
             dead = dead.expand(q.shape[0], q.shape[1], rows.stop - rows.start)
         return bias, dead
 
+    def is_plain(self, kind: TileKind) -> bool:
+        """Whether a tile needs no more than a scale and an additive or causal mask."""
+        fills = kind is TileKind.PARTIAL and self.mask is not None
+        exact_fill = fills and self.mask.mask.fill is not None
+        return self.score is None and self.seed is None and not exact_fill
+
+    def logits(
+        self, kind: TileKind, q_range: Range, k_range: Range, scale: float
+    ) -> Logits:
+        """The score arithmetic and mask on rows of one tile."""
+
+        def logits_of(scores: Tensor, rows: slice) -> Tensor:
+            part = (q_range[0] + rows.start, q_range[0] + rows.stop)
+            if self.score is None:
+                logits = scores * scale
+            else:
+                logits = self.score(scores, part, k_range)
+            if kind is TileKind.CAUSAL:
+                shown = torch.ones(
+                    scores.shape[-2:], dtype=torch.bool, device=scores.device
+                ).tril(rows.start)
+                return torch.where(shown, logits, -torch.inf)
+            if kind is not TileKind.PARTIAL:
+                return logits
+            assert self.mask is not None
+            value = self.mask.tile(part, k_range)
+            if not self.mask.mask.is_bool:
+                return logits + value
+            fill = self.mask.mask.fill
+            return torch.where(value, logits, -torch.inf if fill is None else fill)
+
+        return logits_of
+
+    def keep(self, q_range: Range, k_range: Range, q: Tensor) -> Keep | None:
+        """Which weights of rows of one tile dropout leaves."""
+        if self.seed is None:
+            return None
+        seed, p = self.seed, self.call.dropout_p
+
+        def keep_of(rows: slice) -> Tensor:
+            shape = (*q.shape[:2], rows.stop - rows.start, k_range[1] - k_range[0])
+            return keep_mask(seed, shape, q_range[0] + rows.start, k_range[0], p)
+
+        return keep_of
+
     def attend(
         self,
         query: int,
@@ -69,6 +133,62 @@ class TileRunner:
     ) -> None:
         """Merge one tile into the running softmax of chunk ``query``."""
         q, k, v = (x.to(self.call.dtype) for x in (q, k, v))
+        if self.is_plain(kind):
+            out, lse = self.plain_tile(kind, q_range, k_range, q, k, v)
+        else:
+            out, lse = forward_scored(
+                q,
+                k,
+                v,
+                self.logits(kind, q_range, k_range, self.scale(q)),
+                self.keep(q_range, k_range, q),
+                self.call.dropout_p,
+            )
+        if query not in self.running and self.sinks is not None:
+            self.running[query] = self.sink_state(out, lse)
+        have = self.running.get(query)
+        if have is None:
+            work = accumulator_dtype(out.dtype)
+            self.running[query] = (out.to(work), lse.to(work))
+        else:
+            merge(*have, out, lse)
+
+    def sink_state(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The running softmax before any key: it has seen the sink, whose value is 0."""
+        work = accumulator_dtype(out.dtype)
+        logits = self.sink_logits().detach().to(lse.dtype)
+        start = logits.reshape(1, -1, 1).expand_as(lse)
+        return torch.zeros_like(out, dtype=work), start.to(work, copy=True)
+
+    def sink_logits(self) -> Tensor:
+        assert self.sinks is not None
+        return self.sinks(None, (0, 1), (0, 1))
+
+    def sink_backward(self, query: int, grad: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Once a query chunk: dsink = -sum over rows of exp(sink - lse) * rowsum(dO * O)."""
+        if self.sinks is None or not self.sinks.parameters or query in self.sunk:
+            return
+        self.sunk.add(query)
+        work = accumulator_dtype(lse.dtype)
+        delta = (grad.to(work) * out.to(work)).sum(-1)
+        with torch.enable_grad():
+            logits = self.sink_logits()
+        weights = torch.exp(logits.detach().to(work).reshape(1, -1, 1) - lse.to(work))
+        upstream = -(weights * delta).sum((0, 2)).to(logits.dtype)
+        found = torch.autograd.grad(
+            logits, list(self.sinks.parameters.values()), upstream, allow_unused=True
+        )
+        sum_into(self.parameter_grads, list(self.sinks.parameters), found)
+
+    def plain_tile(
+        self,
+        kind: TileKind,
+        q_range: Range,
+        k_range: Range,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for rows in self.row_blocks(kind, q, k):
             bias, dead = self.bias(kind, rows, q_range, k_range, q)
@@ -84,13 +204,7 @@ class TileRunner:
             outs.append(out)
             lses.append(lse)
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-        lse = lses[0] if len(lses) == 1 else torch.cat(lses, 2)
-        have = self.running.get(query)
-        if have is None:
-            work = accumulator_dtype(out.dtype)
-            self.running[query] = (out.to(work), lse.to(work))
-        else:
-            merge(*have, out, lse)
+        return out, lses[0] if len(lses) == 1 else torch.cat(lses, 2)
 
     def finish(self, query: int, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of a query chunk. A row without any key has out = 0 and, so that the backward
@@ -119,6 +233,26 @@ class TileRunner:
         grad, q, k, v, out, lse = tensors
         dtype = self.call.dtype
         grad, q, k, v, out = (x.to(dtype) for x in (grad, q, k, v, out))
+        self.sink_backward(query, grad, out, lse)
+        if not self.is_plain(kind):
+            parameters = {} if self.score is None else self.score.parameters
+            dq, dk, dv, found = backward_scored(
+                grad,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                self.logits(kind, q_range, k_range, self.scale(q)),
+                self.keep(q_range, k_range, q),
+                self.call.dropout_p,
+                list(parameters.values()),
+            )
+            sum_into(self.parameter_grads, list(parameters), found)
+            self.add("q", query, dq, slice(0, q.shape[2]), q)
+            self.add("k", key, dk, slice(0, k.shape[2]), k)
+            self.add("v", key, dv, slice(0, v.shape[2]), v)
+            return
         for rows in self.row_blocks(kind, q, k):
             bias, _ = self.bias(kind, rows, q_range, k_range, q)
             dq, dk, dv = backward_tile(

@@ -192,7 +192,9 @@ class StepRunner:
 
         return Stage(
             label=f"block {index}",
-            inputs=differentiable_state([block.pre, block.post, *block.mixers]),
+            inputs=differentiable_state(
+                [block.pre, block.post, *block.mixers, *block.attentions]
+            ),
             run=run,
             differentiate=differentiate,
             input_grad=lambda step, name: step.parameter_grads.take(

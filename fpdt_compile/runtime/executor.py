@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..graph import TileKind
-from .attention import TileRunner
 from .chunks import (
     arrange,
     cut,
@@ -66,7 +65,7 @@ class BlockExecutor:
         self.shape = shape
         self.names = names
         self.tables = tuple(step.table(a) for a in block.attentions)
-        self.runners = [TileRunner(a, step.mask(a.mask)) for a in block.attentions]
+        self.runners = [step.tile_runner(a) for a in block.attentions]
         self.regions = {"pre": block.pre, "post": block.post}
 
     def forward(self, *, train: bool) -> None:
@@ -90,6 +89,9 @@ class BlockExecutor:
                 keep=keep,
             )
         )
+        for runner in self.runners:
+            for name, grad in runner.parameter_grads.items():
+                self.step.parameter_grads.add_dense(name, self.step.whole(name), grad)
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:

@@ -31,6 +31,7 @@ from torch import Tensor
 from ..graph import MaskGraph, TileKind, TileTable
 from .intervals import Interval, Range, leaf_bounds, to_numpy
 from .mask_intervals import Grid, interval_of
+from .tile_graphs import number_of, run_tile, slice_leaf, spread
 
 DENSE_ROWS = 256  # pairs are looked at in tiles of at most this many rows
 DENSE_KEYS = 2048  # and this many keys, where only rows are counted
@@ -97,32 +98,12 @@ class MaskEvaluator:
         Dimensions may be expanded (stride 0): copy before writing.
         """
         self.check_ranges([q_range], [k_range])
-        (q0, q1), (k0, k1) = q_range, k_range
-        env: dict[Any, Any] = {}
-        values = iter(zip(self.mask.leaves, self.values, strict=True))
-        for node in self.nodes:
-            if node.op == "placeholder":
-                leaf, value = next(values)
-                if leaf.q_axis is not None:
-                    value = value.narrow(leaf.q_axis.dim, q0, q1 - q0)
-                if leaf.k_axis is not None:
-                    value = value.narrow(leaf.k_axis.dim, k0, k1 - k0)
-                env[node] = value
-            elif node.op == "get_attr":
-                env[node] = self.numbers[node.name]
-            elif node.op == "output":
-                return spread(env[node.args[0]], q1 - q0, k1 - k0)
-            else:
-                args = torch.fx.map_arg(node.args, env.__getitem__)
-                kwargs = torch.fx.map_arg(node.kwargs, env.__getitem__)
-                if "rows_are_queries" in node.meta:
-                    # Column - row in the whole mask = the same in the tile + shift.
-                    shift, sizes = k0 - q0, (q1 - q0, k1 - k0)
-                    if not node.meta["rows_are_queries"]:
-                        shift, sizes = -shift, sizes[::-1]
-                    args = (spread(args[0], *sizes), args[1] - shift)
-                env[node] = node.target(*args, **kwargs)
-        raise AssertionError("a mask graph has an output")
+        parts = [
+            slice_leaf(leaf, value, q_range, k_range)
+            for leaf, value in zip(self.mask.leaves, self.values, strict=True)
+        ]
+        value = run_tile(self.nodes, iter(parts), self.numbers, q_range, k_range)
+        return spread(value, q_range[1] - q_range[0], k_range[1] - k_range[0])
 
     @torch.no_grad()
     def bias(
@@ -189,7 +170,7 @@ class MaskEvaluator:
         )
         codes = torch.full(lo.shape[1:], PARTIAL, dtype=torch.int64)
         if self.mask.is_bool:
-            codes[~hi.any(0)] = EMPTY
+            codes[~hi.any(0)] = EMPTY if self.mask.fill is None else EMPTY_IF_ROWS
             codes[lo.all(0)] = FULL
         elif not value.may_nan:
             codes[(hi <= self.huge).all(0)] = EMPTY_IF_ROWS
@@ -295,7 +276,9 @@ class MaskEvaluator:
                 return PARTIAL
             value = self.tile(pieces[i], pieces[j])
             visible, hidden = self.visible_hidden(value)
-            if not self.mask.is_bool:
+            if self.mask.fill is not None:
+                finite |= bool(hidden.any())
+            elif not self.mask.is_bool:
                 finite |= bool((hidden & (value != -torch.inf)).any())
             all_visible, all_hidden = bool(visible.all()), bool(hidden.all())
             may_be[FULL] &= all_visible
@@ -329,27 +312,14 @@ class MaskEvaluator:
         for rows in cut_every(*bounds, DENSE_ROWS):
             seen: Tensor | None = None
             for columns in sorted(keys, key=lambda x: abs(x[0] - rows[0])):
-                found = (self.tile(rows, columns) > self.seen).any(-1)
+                value = self.tile(rows, columns)
+                found = (value if self.mask.is_bool else value > self.seen).any(-1)
                 seen = found if seen is None else seen | found
                 if bool(seen.all()):
                     break
             if seen is None or not bool(seen.all()):
                 return False
         return True
-
-
-def number_of(expr: Any, symbols: Mapping[sympy.Symbol, int]) -> int | float:
-    value = sympy.sympify(expr).subs(dict(symbols))
-    if value.free_symbols:
-        missing = sorted(map(str, value.free_symbols))
-        raise ValueError(f"symbols has no value for {', '.join(missing)}")
-    return int(value) if value.is_integer else float(value)
-
-
-def spread(value: Tensor, rows: int, columns: int) -> Tensor:
-    """``value`` expanded to [..., rows, columns], without copying."""
-    shape = torch.broadcast_shapes(value.shape, (rows, columns))
-    return value.expand(shape)
 
 
 def cut_every(start: int, stop: int, size: int) -> list[Range]:

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..graph import MaskGraph, TokenAxis
+from ..graph import MaskGraph, ScoreGraph, TokenAxis
 
 
 class OperandKind(enum.Enum):
@@ -109,6 +109,8 @@ class AttentionCall:
     """One attention over values ``q``, ``k``, ``v``; its output is the value ``name``.
 
     ``lse`` names the logsumexp value. ``dtype`` is what the op computes in (autocast may cast).
+    ``score``, ``sinks``, ``seed`` and ``dropout_p`` as in :class:`Attention`; ``operands`` are the
+    parameters its score arithmetic reads.
     """
 
     name: str
@@ -120,6 +122,11 @@ class AttentionCall:
     scale: float | None
     dtype: torch.dtype
     needs_grad: bool
+    score: ScoreGraph | None = None
+    sinks: MaskGraph | None = None
+    seed: str | None = None
+    dropout_p: float = 0.0
+    operands: tuple[Operand, ...] = ()
 
     @property
     def lse(self) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import MaskGraph, TileKind, TileTable
+from ..graph import MaskGraph, ScoreGraph, TileKind, TileTable
+from .attention import TileRunner
 from .chunks import Bounds, arrange, chunk_bounds, cut, join_axis, split_axis
 from .gradients import ParameterGradients, ValueGradients
 from .masks import MaskEvaluator
@@ -23,6 +24,7 @@ from .program import (
     OperandKind,
     RegionCall,
 )
+from .scores import ScoreEvaluator
 from .stores import ValueStore
 
 
@@ -161,6 +163,22 @@ class Step:
                 graph, leaves, self.length, self.length, self.symbols
             )
         return self.masks[graph.name]
+
+    def evaluator(self, graph: ScoreGraph | MaskGraph | None) -> ScoreEvaluator | None:
+        """Score arithmetic (or sink logits) with the values of its leaves."""
+        if graph is None:
+            return None
+        leaves = {leaf.name: self.whole(leaf.name) for leaf in graph.leaves}
+        return ScoreEvaluator(graph, leaves, self.symbols)
+
+    def tile_runner(self, call: AttentionCall) -> TileRunner:
+        return TileRunner(
+            call,
+            self.mask(call.mask),
+            self.evaluator(call.score),
+            self.evaluator(call.sinks),
+            None if call.seed is None else self.whole(call.seed),
+        )
 
     def table(self, call: AttentionCall) -> TileTable:
         """How each tile of an attention is computed; equal masks are classified once a step."""

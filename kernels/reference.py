@@ -1,0 +1,83 @@
+"""Attention from explicit scores in plain math: what a raised attention means when it runs whole.
+
+Shapes: q [B, H, q, D], k [B, G, k, D], v [B, G, k, Dv], G divides H; scores [B, H, q, k].
+
+``raise_attention`` writes these two functions into the captured graph: ``attention_scores``, then
+the score arithmetic of the model, then ``attention_from_scores``. The chunked program replaces all
+of it by tiles; a graph part that runs whole calls them as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOW = (1 << 32) - 1
+MIX = 0x45D9F3B
+
+
+def attention_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Unscaled scores ``q @ k^T``, [B, H, q, k]; query head h reads key head h // (H / G)."""
+    if q.shape[1] != k.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return torch.matmul(q, k.transpose(-1, -2))
+
+
+def attention_from_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Tensor,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Softmax of ``scores`` (fp32 at least) times v, [B, H, q, Dv], in the type of v.
+
+    ``sinks`` [H] are logits that take part in the softmax and select no value. ``seed`` (an
+    integer scalar) and ``dropout_p`` drop weights, see :func:`keep_mask`. q and k are what the
+    scores were made from; they are not read.
+    """
+    work = torch.promote_types(scores.dtype, torch.float32)
+    logits = scores.to(work)
+    if sinks is not None:
+        column = sinks.to(work).reshape(1, -1, 1, 1)
+        column = column.expand(*logits.shape[:3], 1)
+        weights = torch.softmax(torch.cat([logits, column], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(logits, dim=-1)
+    if seed is not None and dropout_p > 0.0:
+        keep = keep_mask(seed, weights.shape, 0, 0, dropout_p)
+        weights = weights * keep.to(work) / (1.0 - dropout_p)
+    if v.shape[1] != weights.shape[1]:
+        v = v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+    return torch.matmul(weights.to(v.dtype), v)
+
+
+def keep_mask(
+    seed: Tensor,
+    shape: tuple[int, ...],
+    q_start: int,
+    k_start: int,
+    dropout_p: float,
+) -> Tensor:
+    """Which weights of a [B, H, q, k] tile stay: a hash of the seed and the global position.
+
+    The tile's first query and key are ``q_start`` and ``k_start`` of the whole sequence, so every
+    tiling (and every recomputation) drops the same weights. The hash is two rounds of a 32-bit
+    multiply-xorshift mix, in int64 where no product overflows, as in ``counter_dropout``.
+    """
+    batch, heads, queries, keys = shape
+    device = seed.device
+    rows = torch.arange(queries, device=device) + q_start
+    columns = torch.arange(keys, device=device) + k_start
+    lanes = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
+    mixed = _mix(_mix(seed ^ lanes) ^ (rows[:, None] & LOW))
+    mixed = _mix(mixed ^ (columns & LOW))
+    return mixed >= int(dropout_p * (LOW + 1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = (((x >> 16) ^ x) * MIX) & LOW
+    return (x >> 16) ^ x
