@@ -20,8 +20,9 @@ from ..graph import Attention, MaskGraph, NodeKind, is_tensor, size_expr, value_
 from .analyze_masks import find_mask_graph
 from .base import refuse
 from .find_token_axes import ATTENTION_CALLS, TokenAnalysis
-from .split_scores import sink_graph, split_scores
+from .split_scores import split_scores
 from .token_rules import arg, op_name
+from .write_scores import sink_graph
 
 
 def match_raised(
