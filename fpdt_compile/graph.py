@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -26,11 +26,19 @@ class TokenAxis:
 
     The dimension is laid out ``[outer, s, inner]``: flattening ``[B, s, d]`` to ``[B*s, d]`` gives
     ``outer = B, inner = 1``. ``dim`` is non-negative.
+
+    ``order`` names the sort whose permutation the rows are in ("" is the order above): row j holds
+    what belongs to row ``permutation[j]``. Such a value means something inside its chunk only.
     """
 
     dim: int
     outer: sympy.Expr = sympy.S.One
     inner: sympy.Expr = sympy.S.One
+    order: str = ""
+
+    def at(self, dim: int) -> TokenAxis:
+        """The same rows in another dimension."""
+        return replace(self, dim=dim)
 
     @property
     def plain(self) -> bool:

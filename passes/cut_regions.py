@@ -197,7 +197,7 @@ class Cutter:
         pending, seen = list(sources), set(sources)
         while pending:
             node = pending.pop()
-            storable = is_tensor(node)
+            storable = is_tensor(node) and node not in self.analysis.local
             capacity = {"capacity": self.cost(node)} if storable else {}
             network.add_edge((node, "in"), (node, "out"), **capacity)
             if self.read_later(node, level):

@@ -13,7 +13,9 @@ Algorithm, one walk in graph order:
 2. for each call: the operator's rule gives axes, or a reason;
 3. sums over all tokens (losses) become totals, attention is told from batched products by where
    the token axis is;
-4. totals that flow back into tokenwise work are mixers after all.
+4. totals that flow back into tokenwise work are mixers after all;
+5. a sort of rows is taken for routing (``token_rules_rows``) until something it reaches cannot be
+   proved; then the walk is repeated with that sort given up.
 
 Limits: one sequence symbol.
 """
@@ -27,26 +29,32 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph import Axes, NodeKind, TokenAxis, is_tensor, size_expr, value_of
-from . import token_rules_math  # noqa: F401  (registers its rules)
 from .token_rules import RULES, NotTokenwise, RuleContext, arg, op_name, pointwise_rule
 from .token_rules_math import loss_rows
+from .token_rules_rows import FACT_RULES, roots_of
 
 # A product whose contracted dimension is shorter than this is as cheap as a pointwise op (rotary
 # frequencies times positions contract over 1), so its result is recomputed, never stored.
 HEAVY_CONTRACTION = 16
 LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss")
 SCORE_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+ENDS = {NodeKind.TOTAL, NodeKind.EPILOGUE}
 ATTENTION_CALLS = ("scaled_dot_product_attention", "attention_from_scores")
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenAnalysis:
-    """``axes`` and ``kinds`` per node; ``reasons`` for every node no rule could prove."""
+    """``axes`` and ``kinds`` per node; ``reasons`` for every node no rule could prove.
+
+    ``local`` values (rows sorted by expert) mean something inside one chunk only: a region computes
+    them again, nothing stores them.
+    """
 
     axes: Axes = field(default_factory=dict)
     kinds: dict[Node, NodeKind] = field(default_factory=dict)
     reasons: dict[Node, str] = field(default_factory=dict)
     light: set[Node] = field(default_factory=set)
+    local: set[Node] = field(default_factory=set)
 
     def kind(self, node: Node) -> NodeKind:
         return self.kinds[node]
@@ -86,9 +94,38 @@ def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
 
 
 def find_token_axes(graph: Graph, symbol: sympy.Symbol) -> TokenAnalysis:
-    """Analyze every node of ``graph``."""
-    analysis = TokenAnalysis()
-    ctx = RuleContext(symbol, analysis.axes)
+    """Analyze every node of ``graph``; see the module docstring."""
+    given_up: dict[Node, str] = {}
+    while True:
+        analysis = TokenAnalysis()
+        ctx = RuleContext(symbol, analysis.axes, given_up)
+        walk(graph, ctx, analysis)
+        escaped = escaping_roots(graph, ctx, analysis)
+        if not escaped:
+            break
+        given_up.update(escaped)
+    analysis.local = {n for n in graph.nodes if roots_of(ctx, n)}
+    demote_used_totals(analysis, graph)
+    return analysis
+
+
+def escaping_roots(
+    graph: Graph, ctx: RuleContext, analysis: TokenAnalysis
+) -> dict[Node, str]:
+    """Sorts (and counts) whose rows are read by something no rule proved, and why."""
+    found: dict[Node, str] = {}
+    for node in graph.nodes:
+        roots = roots_of(ctx, node)
+        for user in node.users if roots else ():
+            if analysis.kinds[user] not in (NodeKind.TOKENWISE, NodeKind.TOTAL):
+                why = analysis.reasons.get(user, "needs them all")
+                what = "the output" if user.op == "output" else op_name(user)
+                for root in roots:
+                    found.setdefault(root, f"{what} reads its rows and {why}")
+    return found
+
+
+def walk(graph: Graph, ctx: RuleContext, analysis: TokenAnalysis) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             classify_input(ctx, analysis, node)
@@ -100,8 +137,6 @@ def find_token_axes(graph: Graph, symbol: sympy.Symbol) -> TokenAnalysis:
             classify_call(ctx, analysis, node)
         else:
             analysis.kinds[node] = NodeKind.SYMBOL
-    demote_used_totals(analysis, graph)
-    return analysis
 
 
 def classify_input(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None:
@@ -149,7 +184,11 @@ def is_heavy(ctx: RuleContext, node: Node) -> bool:
 
 
 def run_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
-    rule = RULES.get(op_name(node))
+    name = op_name(node)
+    counts_rows = any(x in ctx.facts for x in node.all_input_nodes)
+    rule = (FACT_RULES if counts_rows else RULES).get(name)
+    if rule is None and counts_rows:
+        raise NotTokenwise("computes with row numbers of a sort")
     if rule is None:
         target = node.target
         tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
@@ -184,7 +223,9 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         for x in sources
         if not is_plain_state(analysis, x)
     ) and not is_heavy(ctx, node)
-    touched = any(ctx.of(x) for x in sources) or has_token_size(ctx, node)
+    touched = has_token_size(ctx, node) or any(
+        ctx.of(x) or x in ctx.facts for x in sources
+    )
     if not touched:
         analysis.axes[node] = ()
         if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE, NodeKind.MIXER}:
@@ -202,6 +243,7 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         proved = True
     except NotTokenwise as error:
         axes, proved = shape_axes(ctx, node), False
+        ctx.facts.pop(node, None)
         analysis.reasons[node] = str(error)
     analysis.axes[node] = axes
     if proved and is_random(node):
@@ -212,7 +254,9 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
     if proved and uses_length_as_value(ctx, node):
         proved = light
         analysis.reasons[node] = "computes with the sequence length"
-    if light:
+    if proved and is_local(ctx, node) and not source_kinds & ENDS:
+        kinds[node] = NodeKind.TOKENWISE  # each chunk sorts and counts its own rows
+    elif light and not any(roots_of(ctx, x) for x in sources):
         analysis.light.add(node)
         kinds[node] = light_kind(node, axes, proved)
         if any(isinstance(value_of(x), (tuple, list)) for x in sources):
@@ -221,11 +265,7 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         kinds[node] = NodeKind.ATTENTION
     elif not proved and is_total(ctx, node):
         kinds[node] = NodeKind.TOTAL
-    elif (
-        not proved
-        or len(axes) != 1
-        or source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE}
-    ):
+    elif not proved or len(axes) != 1 or source_kinds & ENDS:
         kinds[node] = NodeKind.MIXER
         if "not_attention" in node.meta:
             why = f"is not read as attention: {node.meta['not_attention']}"
@@ -236,6 +276,11 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         analysis.reasons.setdefault(node, why)
     else:
         kinds[node] = NodeKind.TOKENWISE
+
+
+def is_local(ctx: RuleContext, node: Node) -> bool:
+    """Sorted rows, or integers that count rows of a chunk."""
+    return bool(roots_of(ctx, node)) and (node in ctx.facts or len(ctx.of(node)) == 1)
 
 
 def is_random(node: Node) -> bool:
@@ -336,7 +381,7 @@ def is_total(ctx: RuleContext, node: Node) -> bool:
         except NotTokenwise:
             return False
         return len(axes) == 1
-    if name != "sum":
+    if name != "sum" or node.args[0] in ctx.facts:
         return False
     others = [x for x in node.all_input_nodes if x is not node.args[0]]
     return len(ctx.of(node.args[0])) == 1 and not others

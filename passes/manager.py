@@ -3,6 +3,7 @@
 In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or
 ``explain``) reads. Order: ``pad_shifted_losses`` first, because ``normalize`` splits the mean
 losses it leaves behind; ``normalize`` next, because every later pass has fewer cases;
+``settle_row_numbers`` after it, on writes it made functional;
 ``raise_attention`` then, so that attention has one form; ``counter_dropout`` after it, on the
 dropouts that are left; ``fold_repeat_kv`` before attention is matched, so that G heads are
 stored; then axes, attention, mixers, cut and plan, each of which reads what the ones before it
@@ -47,6 +48,7 @@ from .normalize import Normalize
 from .pad_shifted_losses import PadShiftedLosses
 from .plan_chunks import plan_chunks
 from .raise_attention import RaiseAttention
+from .settle_row_numbers import SettleRowNumbers
 from .token_rules import op_name
 from .verify import verify_graph
 
@@ -58,6 +60,7 @@ def rewriting_passes() -> list[GraphPass]:
     return [
         PadShiftedLosses(),
         Normalize(),
+        SettleRowNumbers(),
         RaiseAttention(),
         CounterDropout(),
         FoldRepeatKV(),

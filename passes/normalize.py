@@ -92,7 +92,8 @@ def is_view(node: Node) -> bool:
     """Whether the node's result may share memory with its input."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__name__", "") == "getitem"
+        parts = getattr(target, "__name__", "") == "getitem"
+        return parts and is_view(node.args[0])
     return any(r.alias_info is not None for r in target._schema.returns) or op_name(
         node
     ) in (

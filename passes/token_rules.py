@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import sympy
 import torch
@@ -52,9 +54,18 @@ def op_name(node: Node) -> str:
 class RuleContext:
     """What a rule may ask about a node's inputs."""
 
-    def __init__(self, symbol: sympy.Symbol, axes: Axes) -> None:
+    def __init__(
+        self,
+        symbol: sympy.Symbol,
+        axes: Axes,
+        given_up: dict[Node, str] | None = None,
+    ) -> None:
         self.symbol = symbol
         self.axes = axes
+        # What routing needs; see token_rules_rows.
+        self.sorts: dict[str, Any] = {}
+        self.facts: dict[object, Any] = {}
+        self.given_up: dict[Node, str] = given_up or {}
 
     def of(self, node: object) -> tuple[TokenAxis, ...]:
         return self.axes.get(node, ()) if isinstance(node, Node) else ()
@@ -122,7 +133,7 @@ def broadcast(
         shift = rank - ctx.rank(x)
         for axis in ctx.of(x):
             dim = axis.dim + shift
-            moved = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
+            moved = axis.at(dim)
             if found.setdefault(dim, moved) != moved:
                 raise NotTokenwise(
                     "inputs are flattened over tokens in different orders"
@@ -193,6 +204,13 @@ def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         for dim, size in enumerate(after):
             if not ctx.has_symbol(size):
                 continue
+            if axis.order:  # sorted rows stay one dimension
+                if size == before[axis.dim] and (
+                    sympy.Mul(*after[:dim]) == sympy.Mul(*before[: axis.dim])
+                ):
+                    result.append(axis.at(dim))
+                    break
+                continue
             outer = quotient(left, sympy.Mul(*after[:dim]))
             inner = quotient(right, sympy.Mul(*after[dim + 1 :]))
             if outer is None or inner is None:
@@ -225,10 +243,7 @@ def permutation(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     else:
         a, b = node.args[1] % rank, node.args[2] % rank
         order[a], order[b] = order[b], order[a]
-    moved = [
-        TokenAxis(dim=order.index(axis.dim), outer=axis.outer, inner=axis.inner)
-        for axis in ctx.of(x)
-    ]
+    moved = [axis.at(order.index(axis.dim)) for axis in ctx.of(x)]
     return tuple(sorted(moved, key=lambda axis: axis.dim))
 
 
@@ -237,10 +252,7 @@ def expand(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x = node.args[0]
     before, after = ctx.shape(x), ctx.shape(node)
     shift = len(after) - len(before)
-    result = [
-        TokenAxis(dim=axis.dim + shift, outer=axis.outer, inner=axis.inner)
-        for axis in ctx.of(x)
-    ]
+    result = [axis.at(axis.dim + shift) for axis in ctx.of(x)]
     known = {axis.dim for axis in result}
     for dim, size in enumerate(after):
         if dim not in known and ctx.has_symbol(size):
@@ -264,10 +276,7 @@ def slice_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 def drop_dim(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x = node.args[0]
     (dim,) = not_over_tokens(ctx, x, [int(arg(node, 1, "dim", 0))], op_name(node))
-    return tuple(
-        TokenAxis(dim=a.dim - (a.dim > dim), outer=a.outer, inner=a.inner)
-        for a in ctx.of(x)
-    )
+    return tuple(a.at(a.dim - (a.dim > dim)) for a in ctx.of(x))
 
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "glu")
@@ -303,10 +312,7 @@ def cat(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         if ctx.of(x) != axes:
             raise NotTokenwise("joins tensors whose token axes differ")
     if stacks:
-        return tuple(
-            TokenAxis(dim=a.dim + (a.dim >= dim), outer=a.outer, inner=a.inner)
-            for a in axes
-        )
+        return tuple(a.at(a.dim + (a.dim >= dim)) for a in axes)
     if any(axis.dim == dim for axis in axes):
         raise NotTokenwise("concatenates along the token axis")
     return axes
@@ -319,11 +325,11 @@ def repeat(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     repeats = [1] * (ctx.rank(node) - len(repeats)) + repeats
     result = []
     for axis in ctx.of(x):
-        if repeats[axis.dim + shift] != 1:
+        times = repeats[axis.dim + shift]
+        if times != 1 and (axis.order or not isinstance(times, int)):
             raise NotTokenwise("repeats the token axis")
-        result.append(
-            TokenAxis(dim=axis.dim + shift, outer=axis.outer, inner=axis.inner)
-        )
+        outer = axis.outer * times  # one copy of all rows after the other
+        result.append(replace(axis, dim=axis.dim + shift, outer=outer))
     if any(
         ctx.has_symbol(s)
         for d, s in enumerate(ctx.shape(node))
@@ -338,8 +344,13 @@ def repeat_interleave(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x, dim = node.args[0], arg(node, 2, "dim")
     if dim is None or not isinstance(node.args[1], int):
         raise NotTokenwise("repeats a varying number of times")
-    not_over_tokens(ctx, x, [int(dim)], "repeat_interleave")
-    return ctx.of(x)
+    dim, times = int(dim) % ctx.rank(x), node.args[1]
+    if any(axis.order and axis.dim == dim for axis in ctx.of(x)):
+        raise NotTokenwise("repeats sorted rows")
+    return tuple(
+        replace(axis, inner=axis.inner * times) if axis.dim == dim else axis
+        for axis in ctx.of(x)
+    )
 
 
 @rule(
@@ -347,7 +358,14 @@ def repeat_interleave(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 )
 def factory(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     """A constant: the same row at every token (empty's rows are nobody's to rely on)."""
-    return ctx.axes_from_shape(ctx.shape(node))
+    found = []
+    for dim, size in enumerate(ctx.shape(node)):
+        if ctx.has_symbol(size):
+            outer = quotient(size, ctx.symbol)
+            if outer is None or ctx.has_symbol(outer):
+                raise NotTokenwise(f"dimension {dim} has size {size}")
+            found.append(TokenAxis(dim=dim, outer=outer))
+    return tuple(found)
 
 
 @rule("arange")

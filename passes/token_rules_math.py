@@ -19,6 +19,7 @@ from .token_rules import (
     op_name,
     rule,
 )
+from .token_rules_rows import counts_of_one_hot
 
 
 @rule("linear")
@@ -42,7 +43,7 @@ def product(
     for x, own in ((a, rank_a), (b, rank_b)):
         for axis in ctx.of(x):
             dim = axis.dim + rank - own
-            moved = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
+            moved = axis.at(dim)
             if found.setdefault(dim, moved) != moved:
                 raise NotTokenwise(
                     "factors are flattened over tokens in different orders"
@@ -88,15 +89,9 @@ def einsum(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         for axis in ctx.of(x):
             letter = term[axis.dim]
             known = letters.setdefault(letter, axis)
-            if letter not in right or (known.outer, known.inner) != (
-                axis.outer,
-                axis.inner,
-            ):
+            if letter not in right or known.at(0) != axis.at(0):
                 raise NotTokenwise("an einsum that sums over the token axis")
-    found = [
-        TokenAxis(dim=right.index(letter), outer=axis.outer, inner=axis.inner)
-        for letter, axis in letters.items()
-    ]
+    found = [axis.at(right.index(letter)) for letter, axis in letters.items()]
     return tuple(sorted(found, key=lambda axis: axis.dim))
 
 
@@ -114,8 +109,6 @@ def addmm(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     "cumsum",
     "cumprod",
     "logcumsumexp",
-    "sort",
-    "argsort",
     "topk",
     "flip",
     "roll",
@@ -125,8 +118,6 @@ def along_dim(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x, name = node.args[0], op_name(node)
     index, default = {
         "topk": (2, -1),
-        "sort": (1, -1),
-        "argsort": (1, -1),
         "roll": (2, None),
     }.get(name, (1, None))
     dims = arg(node, index, "dims" if name in ("flip", "roll") else "dim", default)
@@ -162,6 +153,8 @@ def reduction(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x, name = node.args[0], op_name(node)
     if len(node.args) > 1 and isinstance(node.args[1], Node) and name in ("max", "min"):
         return broadcast(ctx, node, [node.args[0], node.args[1]])
+    if name == "sum" and counts_of_one_hot(ctx, node):
+        return ()
     index = 2 if name in ("norm", "linalg_vector_norm") else 1
     dims = arg(node, index, "dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
@@ -170,12 +163,7 @@ def reduction(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     gone = not_over_tokens(ctx, x, dims, name)
     if ctx.rank(node) == ctx.rank(x):
         return ctx.of(x)
-    return tuple(
-        TokenAxis(
-            dim=a.dim - sum(d < a.dim for d in gone), outer=a.outer, inner=a.inner
-        )
-        for a in ctx.of(x)
-    )
+    return tuple(a.at(a.dim - sum(d < a.dim for d in gone)) for a in ctx.of(x))
 
 
 @rule("layer_norm", "rms_norm", "_fused_rms_norm", "native_layer_norm")
@@ -210,18 +198,14 @@ def index(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         not_over_tokens(ctx, table, used, "indexing")
         grown = rank - len(used)
         return tuple(
-            TokenAxis(
-                dim=a.dim + (grown if a.dim > used[0] else 0),
-                outer=a.outer,
-                inner=a.inner,
-            )
-            for a in ctx.of(table)
+            a.at(a.dim + (grown if a.dim > used[0] else 0)) for a in ctx.of(table)
         )
     found: dict[int, TokenAxis] = {}
     for i in rows:
         for axis in ctx.of(i):
             dim = used[0] + axis.dim + rank - ctx.rank(i)
-            found[dim] = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
+            if found.setdefault(dim, axis.at(dim)) != axis.at(dim):
+                raise NotTokenwise("indices are flattened over tokens differently")
     return tuple(found[dim] for dim in sorted(found))
 
 
@@ -236,7 +220,7 @@ def index_select(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         raise NotTokenwise("selects tokens by tokens")
     if ctx.of(rows):
         (axis,) = ctx.of(rows)
-        return (TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner),)
+        return (axis.at(dim),)
     not_over_tokens(ctx, x, [dim], "index_select")
     return ctx.of(x)
 
@@ -285,10 +269,7 @@ def loss_rows(ctx: RuleContext, scores: Node, labels: Node) -> tuple[TokenAxis, 
     if ctx.rank(scores) < 2 or value_of(labels).is_floating_point():
         raise NotTokenwise("a loss with class probabilities")
     not_over_tokens(ctx, scores, [1], "the loss")
-    rows = tuple(
-        TokenAxis(dim=a.dim - (a.dim > 1), outer=a.outer, inner=a.inner)
-        for a in ctx.of(scores)
-    )
+    rows = tuple(a.at(a.dim - (a.dim > 1)) for a in ctx.of(scores))
     if rows != ctx.of(labels):
         raise NotTokenwise("scores and labels are flattened over tokens differently")
     return rows
@@ -310,9 +291,7 @@ def attention_scores(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     found = []
     for x, dim in ((q, 2), (k, 3)):
         not_over_tokens(ctx, x, [0, 1, -1], "attention")
-        found += [
-            TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner) for axis in ctx.of(x)
-        ]
+        found += [axis.at(dim) for axis in ctx.of(x)]
     return tuple(found)
 
 
