@@ -29,6 +29,7 @@ WIDE = (
     NodeKind.TOTAL,
     NodeKind.EPILOGUE,
 )
+AGAIN = (NodeKind.SYMBOL, NodeKind.STATE)
 
 
 def find_mixers(
@@ -114,9 +115,7 @@ def make_mixer(
     inputs: dict[Node, None] = {}
     for node in members:
         for x in node.all_input_nodes:
-            for source in (
-                [x] if analysis.kinds[x] is not NodeKind.SYMBOL else origins(x)
-            ):
+            for source in origins(x) if analysis.kinds[x] in AGAIN else [x]:
                 if source not in group:
                     inputs.setdefault(source)
     return Mixer(
@@ -130,10 +129,11 @@ def make_mixer(
     )
 
 
-def origins(size: Node) -> list[Node]:
-    """The graph inputs a size is computed from; the mixer computes it again."""
+def origins(node: Node) -> list[Node]:
+    """The graph inputs a size, or what is made of parameters, is computed from; the mixer computes
+    it again, so that gradients arrive at the parameters."""
     found: dict[Node, None] = {}
-    pending = [size]
+    pending = [node]
     while pending:
         node = pending.pop()
         if node.op == "placeholder":
