@@ -40,7 +40,7 @@ class Normalize(GraphPass):
     name = "normalize"
 
     def find(self, captured: CapturedGraph) -> Iterable[Rewrite]:
-        symbol = captured.token_symbol
+        symbols = frozenset(captured.token_symbols)
         calls = [n for n in captured.module.graph.nodes if n.op == "call_function"]
         # Mutations go first: erasing the clone that a write was made safe by would undo it.
         for node in calls:
@@ -61,11 +61,11 @@ class Normalize(GraphPass):
                 yield Rewrite(node, replace_by_input)
             elif node.target is aten.view.default:
                 yield Rewrite(node, view_to_reshape)
-            elif symbol is not None and is_mean_loss(node, symbol):
+            elif is_mean_loss(node, symbols):
                 yield Rewrite(node, split_mean_loss)
-            elif symbol is not None and is_pointwise_loss(node, symbol):
+            elif is_pointwise_loss(node, symbols):
                 yield Rewrite(node, split_pointwise_loss)
-            elif symbol is not None and is_token_mean(node, symbol):
+            elif is_token_mean(node, symbols):
                 yield Rewrite(node, split_mean)
 
     def apply(self, captured: CapturedGraph, match: Rewrite) -> None:
@@ -203,11 +203,14 @@ def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
     node.target = aten.reshape.default
 
 
-def has_symbol(node: Node, symbol: sympy.Symbol) -> bool:
-    return any(symbol in size_expr(s).free_symbols for s in value_of(node).shape)
+Symbols = frozenset[sympy.Symbol]
 
 
-def is_mean_loss(node: Node, symbol: sympy.Symbol) -> bool:
+def has_symbol(node: Node, symbols: Symbols) -> bool:
+    return any(symbols & size_expr(s).free_symbols for s in value_of(node).shape)
+
+
+def is_mean_loss(node: Node, symbols: Symbols) -> bool:
     """A mean classification loss over tokens whose count is the labels that are not ignored."""
     if op_name(node) not in LOSSES or int(arg(node, 3, "reduction", 1)) != 1:
         return False
@@ -215,7 +218,7 @@ def is_mean_loss(node: Node, symbol: sympy.Symbol) -> bool:
     return (
         weight is None
         and not value_of(labels).is_floating_point()
-        and has_symbol(labels, symbol)
+        and has_symbol(labels, symbols)
     )
 
 
@@ -247,12 +250,12 @@ POINTWISE_LOSSES = {
 }
 
 
-def is_pointwise_loss(node: Node, symbol: sympy.Symbol) -> bool:
+def is_pointwise_loss(node: Node, symbols: Symbols) -> bool:
     index = POINTWISE_LOSSES.get(op_name(node))
     return (
         index is not None
         and int(arg(node, index, "reduction", 1)) in (1, 2)
-        and has_symbol(node.args[0], symbol)
+        and has_symbol(node.args[0], symbols)
     )
 
 
@@ -275,12 +278,12 @@ def split_pointwise_loss(captured: CapturedGraph, node: Node) -> None:
     replace_keeping_grad(node, result, [each, total, result])
 
 
-def is_token_mean(node: Node, symbol: sympy.Symbol) -> bool:
+def is_token_mean(node: Node, symbols: Symbols) -> bool:
     """A float mean whose result no longer has the token axis its input had."""
     return (
         op_name(node) == "mean"
-        and has_symbol(node.args[0], symbol)
-        and not has_symbol(node, symbol)
+        and has_symbol(node.args[0], symbols)
+        and not has_symbol(node, symbols)
     )
 
 

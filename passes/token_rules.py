@@ -7,13 +7,13 @@ prove this raises :class:`NotTokenwise` with the reason; an operator without a r
 A rule sees shapes as sympy expressions. Two token axes (query x key) are carried along by the
 pointwise and view rules, which is what makes mask graphs readable for ``analyze_masks``.
 
-Limits: one sequence symbol; a token axis split by a view must keep ``[outer, s, inner]``.
+Limits: a token axis split by a view must keep ``[outer, s, inner]``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import sympy
 import torch
@@ -52,8 +52,8 @@ def op_name(node: Node) -> str:
 class RuleContext:
     """What a rule may ask about a node's inputs."""
 
-    def __init__(self, symbol: sympy.Symbol, axes: Axes) -> None:
-        self.symbol = symbol
+    def __init__(self, symbols: Iterable[sympy.Symbol], axes: Axes) -> None:
+        self.symbols = frozenset(symbols)
         self.axes = axes
 
     def of(self, node: object) -> tuple[TokenAxis, ...]:
@@ -69,14 +69,14 @@ class RuleContext:
         return len(self.shape(node))
 
     def has_symbol(self, expr: sympy.Expr) -> bool:
-        return self.symbol in expr.free_symbols
+        return bool(self.symbols & expr.free_symbols)
 
     def axes_from_shape(self, shape: Sequence[sympy.Expr]) -> tuple[TokenAxis, ...]:
         """Axes of a tensor nothing is known about but its shape."""
         found = []
         for dim, size in enumerate(shape):
-            if size == self.symbol:
-                found.append(TokenAxis(dim=dim))
+            if size in self.symbols:
+                found.append(TokenAxis(dim=dim, symbol=size))
             elif self.has_symbol(size):
                 raise NotTokenwise(f"dimension {dim} has size {size}")
         return tuple(found)
@@ -122,7 +122,7 @@ def broadcast(
         shift = rank - ctx.rank(x)
         for axis in ctx.of(x):
             dim = axis.dim + shift
-            moved = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
+            moved = axis.at(dim)
             if found.setdefault(dim, moved) != moved:
                 raise NotTokenwise(
                     "inputs are flattened over tokens in different orders"
@@ -191,14 +191,16 @@ def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         left = sympy.Mul(*before[: axis.dim]) * axis.outer
         right = sympy.Mul(*before[axis.dim + 1 :]) * axis.inner
         for dim, size in enumerate(after):
-            if not ctx.has_symbol(size):
+            if axis.symbol not in size.free_symbols:
                 continue
             outer = quotient(left, sympy.Mul(*after[:dim]))
             inner = quotient(right, sympy.Mul(*after[dim + 1 :]))
             if outer is None or inner is None:
                 continue
-            if sympy.expand(outer * ctx.symbol * inner - size) == 0:
-                result.append(TokenAxis(dim=dim, outer=outer, inner=inner))
+            if sympy.expand(outer * axis.symbol * inner - size) == 0:
+                result.append(
+                    TokenAxis(dim=dim, symbol=axis.symbol, outer=outer, inner=inner)
+                )
                 break
         else:
             raise NotTokenwise("the view cuts through the token axis")
@@ -225,10 +227,7 @@ def permutation(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     else:
         a, b = node.args[1] % rank, node.args[2] % rank
         order[a], order[b] = order[b], order[a]
-    moved = [
-        TokenAxis(dim=order.index(axis.dim), outer=axis.outer, inner=axis.inner)
-        for axis in ctx.of(x)
-    ]
+    moved = [axis.at(order.index(axis.dim)) for axis in ctx.of(x)]
     return tuple(sorted(moved, key=lambda axis: axis.dim))
 
 
@@ -237,16 +236,13 @@ def expand(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x = node.args[0]
     before, after = ctx.shape(x), ctx.shape(node)
     shift = len(after) - len(before)
-    result = [
-        TokenAxis(dim=axis.dim + shift, outer=axis.outer, inner=axis.inner)
-        for axis in ctx.of(x)
-    ]
+    result = [axis.at(axis.dim + shift) for axis in ctx.of(x)]
     known = {axis.dim for axis in result}
     for dim, size in enumerate(after):
         if dim not in known and ctx.has_symbol(size):
-            if size != ctx.symbol:
+            if size not in ctx.symbols:
                 raise NotTokenwise(f"expands to {size} along dimension {dim}")
-            result.append(TokenAxis(dim=dim))
+            result.append(TokenAxis(dim=dim, symbol=size))
     return tuple(sorted(result, key=lambda axis: axis.dim))
 
 
@@ -264,10 +260,7 @@ def slice_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 def drop_dim(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x = node.args[0]
     (dim,) = not_over_tokens(ctx, x, [int(arg(node, 1, "dim", 0))], op_name(node))
-    return tuple(
-        TokenAxis(dim=a.dim - (a.dim > dim), outer=a.outer, inner=a.inner)
-        for a in ctx.of(x)
-    )
+    return tuple(a.at(a.dim - (a.dim > dim)) for a in ctx.of(x))
 
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "glu")
@@ -303,10 +296,7 @@ def cat(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         if ctx.of(x) != axes:
             raise NotTokenwise("joins tensors whose token axes differ")
     if stacks:
-        return tuple(
-            TokenAxis(dim=a.dim + (a.dim >= dim), outer=a.outer, inner=a.inner)
-            for a in axes
-        )
+        return tuple(a.at(a.dim + (a.dim >= dim)) for a in axes)
     if any(axis.dim == dim for axis in axes):
         raise NotTokenwise("concatenates along the token axis")
     return axes
@@ -321,9 +311,7 @@ def repeat(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     for axis in ctx.of(x):
         if repeats[axis.dim + shift] != 1:
             raise NotTokenwise("repeats the token axis")
-        result.append(
-            TokenAxis(dim=axis.dim + shift, outer=axis.outer, inner=axis.inner)
-        )
+        result.append(axis.at(axis.dim + shift))
     if any(
         ctx.has_symbol(s)
         for d, s in enumerate(ctx.shape(node))

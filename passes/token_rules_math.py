@@ -42,7 +42,7 @@ def product(
     for x, own in ((a, rank_a), (b, rank_b)):
         for axis in ctx.of(x):
             dim = axis.dim + rank - own
-            moved = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
+            moved = axis.at(dim)
             if found.setdefault(dim, moved) != moved:
                 raise NotTokenwise(
                     "factors are flattened over tokens in different orders"
@@ -93,10 +93,7 @@ def einsum(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
                 axis.inner,
             ):
                 raise NotTokenwise("an einsum that sums over the token axis")
-    found = [
-        TokenAxis(dim=right.index(letter), outer=axis.outer, inner=axis.inner)
-        for letter, axis in letters.items()
-    ]
+    found = [axis.at(right.index(letter)) for letter, axis in letters.items()]
     return tuple(sorted(found, key=lambda axis: axis.dim))
 
 
@@ -170,12 +167,7 @@ def reduction(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     gone = not_over_tokens(ctx, x, dims, name)
     if ctx.rank(node) == ctx.rank(x):
         return ctx.of(x)
-    return tuple(
-        TokenAxis(
-            dim=a.dim - sum(d < a.dim for d in gone), outer=a.outer, inner=a.inner
-        )
-        for a in ctx.of(x)
-    )
+    return tuple(a.at(a.dim - sum(d < a.dim for d in gone)) for a in ctx.of(x))
 
 
 @rule("layer_norm", "rms_norm", "_fused_rms_norm", "native_layer_norm")
@@ -210,18 +202,13 @@ def index(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         not_over_tokens(ctx, table, used, "indexing")
         grown = rank - len(used)
         return tuple(
-            TokenAxis(
-                dim=a.dim + (grown if a.dim > used[0] else 0),
-                outer=a.outer,
-                inner=a.inner,
-            )
-            for a in ctx.of(table)
+            a.at(a.dim + (grown if a.dim > used[0] else 0)) for a in ctx.of(table)
         )
     found: dict[int, TokenAxis] = {}
     for i in rows:
         for axis in ctx.of(i):
             dim = used[0] + axis.dim + rank - ctx.rank(i)
-            found[dim] = TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner)
+            found[dim] = axis.at(dim)
     return tuple(found[dim] for dim in sorted(found))
 
 
@@ -236,7 +223,7 @@ def index_select(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         raise NotTokenwise("selects tokens by tokens")
     if ctx.of(rows):
         (axis,) = ctx.of(rows)
-        return (TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner),)
+        return (axis.at(dim),)
     not_over_tokens(ctx, x, [dim], "index_select")
     return ctx.of(x)
 
@@ -285,10 +272,7 @@ def loss_rows(ctx: RuleContext, scores: Node, labels: Node) -> tuple[TokenAxis, 
     if ctx.rank(scores) < 2 or value_of(labels).is_floating_point():
         raise NotTokenwise("a loss with class probabilities")
     not_over_tokens(ctx, scores, [1], "the loss")
-    rows = tuple(
-        TokenAxis(dim=a.dim - (a.dim > 1), outer=a.outer, inner=a.inner)
-        for a in ctx.of(scores)
-    )
+    rows = tuple(a.at(a.dim - (a.dim > 1)) for a in ctx.of(scores))
     if rows != ctx.of(labels):
         raise NotTokenwise("scores and labels are flattened over tokens differently")
     return rows
@@ -310,9 +294,7 @@ def attention_scores(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     found = []
     for x, dim in ((q, 2), (k, 3)):
         not_over_tokens(ctx, x, [0, 1, -1], "attention")
-        found += [
-            TokenAxis(dim=dim, outer=axis.outer, inner=axis.inner) for axis in ctx.of(x)
-        ]
+        found += [axis.at(dim) for axis in ctx.of(x)]
     return tuple(found)
 
 
