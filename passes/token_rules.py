@@ -256,6 +256,21 @@ def slice_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     return ctx.of(x)
 
 
+@rule("slice_scatter", "select_scatter")
+def scatter_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    """``x`` with another tensor in a part of it; both have their rows at the same tokens."""
+    x, part = node.args[:2]
+    (dim,) = not_over_tokens(ctx, x, [int(arg(node, 2, "dim", 0))], op_name(node))
+    axes = ctx.of(x)
+    moved = tuple(
+        a.at(a.dim - (a.dim > dim)) if op_name(node) == "select_scatter" else a
+        for a in axes
+    )
+    if ctx.of(part) != moved:
+        raise NotTokenwise("writes rows of another kind into the tensor")
+    return axes
+
+
 @rule("select", "unbind")
 def drop_dim(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x = node.args[0]
