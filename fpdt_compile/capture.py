@@ -2,7 +2,7 @@
 
 In: the GraphModule Dynamo hands to a backend. Out: a :class:`CapturedGraph` of pre-dispatch ATen
 operators, in which ``aten.linear``, ``aten.scaled_dot_product_attention`` and friends are whole and
-every size that depends on the sequence is an expression in one symbol.
+every size that depends on a sequence is an expression in that sequence's one symbol.
 
 Contract: Dynamo's graph is not changed. Each node carries ``val`` (fake value), ``stack_trace``
 (the user's line), ``autocast`` (the state its ops run under: Dynamo keeps the caller's implicit),
@@ -34,7 +34,7 @@ from ._torch_private import (
 )
 from .errors import InvariantError
 from .graph import CapturedGraph, is_tensor, size_expr, value_of
-from .passes.find_token_axes import find_token_symbol
+from .passes.find_token_axes import find_token_symbols
 
 CUSTOM_KEY = "fpdt_compile"
 
@@ -92,7 +92,7 @@ def capture(module: GraphModule) -> CapturedGraph:
     settle_sizes(traced)
     return CapturedGraph(
         module=traced,
-        token_symbol=find_token_symbol(graph),
+        token_symbols=find_token_symbols(graph),
         requires_grad=requires_grad,
         grad_enabled=torch.is_grad_enabled(),
         specialized=tuple(specializations(module)),

@@ -212,11 +212,11 @@ def saved_by_autograd(node: Node) -> bool:
 
 
 def sequence_length(result: Analysis) -> int:
-    symbol = result.captured.token_symbol
+    symbols = result.captured.token_symbols
     for node in result.captured.module.graph.nodes:
         if node.op == "placeholder" and is_tensor(node):
             for size in value_of(node).shape:
-                if isinstance(size, torch.SymInt) and size_expr(size) == symbol:
+                if isinstance(size, torch.SymInt) and size_expr(size) in symbols:
                     return int(size.node.hint)
     return 0
 

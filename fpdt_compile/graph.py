@@ -1,7 +1,8 @@
 """Records that the stages hand to each other.
 
 Symbols as in the paper: B batch, S sequence length, H query heads, G key/value heads, D head
-size. ``s`` is the one sympy symbol that stands for S in the captured graph.
+size. ``s`` is the sympy symbol that stands for S in the captured graph; a model with two sequences
+(encoder-decoder) has one for each, and each is a *stream* of its own.
 
 Everything here is data: a record is made by one stage and only read by the later ones.
 """
@@ -22,7 +23,7 @@ from .errors import Rejection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAxis:
-    """One token axis of a tensor: dimension ``dim`` has size ``outer * s * inner``.
+    """One token axis of a tensor: dimension ``dim`` has size ``outer * s * inner``, s ``symbol``.
 
     The dimension is laid out ``[outer, s, inner]``: flattening ``[B, s, d]`` to ``[B*s, d]`` gives
     ``outer = B, inner = 1``. ``dim`` is non-negative.
@@ -32,18 +33,19 @@ class TokenAxis:
     """
 
     dim: int
+    symbol: sympy.Symbol
     outer: sympy.Expr = sympy.S.One
     inner: sympy.Expr = sympy.S.One
     order: str = ""
-
-    def at(self, dim: int) -> TokenAxis:
-        """The same rows in another dimension."""
-        return replace(self, dim=dim)
 
     @property
     def plain(self) -> bool:
         """Whether the dimension is the sequence and nothing else."""
         return self.outer == 1 and self.inner == 1
+
+    def at(self, dim: int) -> TokenAxis:
+        """The same axis as dimension ``dim``."""
+        return replace(self, dim=dim)
 
 
 class NodeKind(enum.Enum):
@@ -134,7 +136,9 @@ class TileTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """One attention: ``q`` [B,H,S,D], ``k`` [B,G,S,D], ``v`` [B,G,S,Dv] nodes, G divides H.
+    """One attention: ``q`` [B,H,S,D], ``k`` [B,G,T,D], ``v`` [B,G,T,Dv] nodes, G divides H.
+
+    T is S, or the length of another sequence (cross-attention).
 
     ``mask`` is a :class:`MaskGraph`, or None; ``is_causal`` is the op's own flag (mask is None
     then). ``scale`` None means 1/sqrt(D). With a ``score`` graph the scale is in the graph.
@@ -191,12 +195,12 @@ class Head:
 class CapturedGraph:
     """The pre-dispatch ATen graph and what is known about it from outside.
 
-    ``module`` takes the flat inputs of Dynamo's graph in order. ``token_symbol`` is ``s`` (None:
-    no dynamic token dimension). ``requires_grad[i]`` is per flat input.
+    ``module`` takes the flat inputs of Dynamo's graph in order. ``token_symbols`` are the lengths
+    of the sequences (none: no dynamic token dimension). ``requires_grad[i]`` is per flat input.
     """
 
     module: GraphModule
-    token_symbol: sympy.Symbol | None
+    token_symbols: tuple[sympy.Symbol, ...]
     requires_grad: tuple[bool, ...]
     grad_enabled: bool
     specialized: tuple[

@@ -32,7 +32,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph import Axes, MaskGraph, MaskLeaf, TokenAxis, is_tensor, size_expr, value_of
+from ..graph import Axes, MaskGraph, MaskLeaf, is_tensor, size_expr, value_of
 from .base import refuse
 
 aten = torch.ops.aten
@@ -191,8 +191,9 @@ class MaskBuilder:
         with self.graph.inserting_after(self.last_leaf):
             copy = self.graph.placeholder(name)
         self.last_leaf = copy
-        q = None if roles.q is None else TokenAxis(dim=roles.q)
-        k = None if roles.k is None else TokenAxis(dim=roles.k)
+        own = {axis.dim: axis for axis in self.axes.get(node, ())}
+        q = None if roles.q is None else own[roles.q]
+        k = None if roles.k is None else own[roles.k]
         self.leaves.append(
             MaskLeaf(
                 name=node.name,

@@ -34,24 +34,20 @@ class CounterDropout(GraphPass):
     name = "counter_dropout"
 
     def find(self, captured: CapturedGraph) -> Iterable[Node]:
-        symbol = captured.token_symbol
-        if symbol is None:
-            return
+        symbols = captured.token_symbols
         for node in captured.module.graph.nodes:
             if node.op != "call_function" or op_name(node) != "dropout":
                 continue
             sizes = [size_expr(s) for s in value_of(node).shape]
-            tokens = [d for d, size in enumerate(sizes) if symbol in size.free_symbols]
-            if (
-                arg(node, 2, "train")
-                and len(tokens) == 1
-                and sizes[tokens[0]] == symbol
-            ):
+            tokens = [x for x in sizes if x.free_symbols & {*symbols}]
+            if arg(node, 2, "train") and len(tokens) == 1 and tokens[0] in symbols:
                 yield node
 
     def apply(self, captured: CapturedGraph, match: Node) -> None:
+        sizes = [size_expr(s) for s in value_of(match).shape]
+        (symbol,) = [x for x in sizes if x in captured.token_symbols]
         with captured.module.graph.inserting_before(match):
-            result = _Writer(match, captured.token_symbol).dropped()
+            result = _Writer(match, symbol).dropped()
         match.replace_all_uses_with(result)
         match.graph.erase_node(match)
 
@@ -59,7 +55,7 @@ class CounterDropout(GraphPass):
 class _Writer:
     """Writes the arithmetic for one dropout site."""
 
-    def __init__(self, node: Node, symbol: sympy.Symbol | None) -> None:
+    def __init__(self, node: Node, symbol: sympy.Symbol) -> None:
         self.node = node
         self.symbol = symbol
         self.device = value_of(node).device

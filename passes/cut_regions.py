@@ -5,11 +5,13 @@ In: the graph, its analysis, the attentions and mixers ("barriers": they need ot
 
 Contract: everything at or after block k can be computed per token from ``state[k]``, the outputs of
 the barriers of block k and later, the small vectors, and the parameters. ``state[k + 1]`` can be
-computed from ``state[k]`` and the outputs of block k's barriers.
+computed from ``state[k]`` and the outputs of block k's barriers. With several sequences each has a
+state of its own, and a block changes that of its queries' sequence: per-token work never joins two.
 
 Algorithm:
-1. level(node) = the largest number of barriers on a path to it; block k holds the barriers of level
-   k; what follows the LM head linear gets a level of its own, so that the head is a region.
+1. The depth of a barrier is the largest number of barriers on a path to it; block k holds those of
+   one depth whose results are of one sequence. level(node) = the first block it does not depend on;
+   what follows the LM head linear gets a level of its own, so that the head is a region.
 2. state[0] is the minimum vertex cut, in bytes per token, between the embeddings (or float inputs)
    and everything that later levels read; state[k + 1] is the same with ``state[k]`` and block k's
    outputs as sources. Light values (rotary tables) cost nothing: they are recomputed from vectors.
@@ -22,6 +24,7 @@ For a decoder the state is the residual stream. Source: networkx.minimum_cut (ma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,7 @@ from torch.utils import _pytree as pytree
 from .._torch_private import symbol_hint
 from ..errors import InvariantError
 from ..graph import Attention, Head, Mixer, NodeKind, is_tensor, size_expr, value_of
+from .base import refuse
 from .find_token_axes import TokenAnalysis
 from .match_lm_head import PRODUCTS, find_head
 from .token_rules import op_name
@@ -44,10 +48,16 @@ TIE_TOTAL = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCut:
-    """One block: ``state_in`` -> pre -> barriers -> post -> ``state_out``."""
+    """One block: ``state_in`` -> pre -> barriers -> post -> ``state_out``.
 
+    ``symbol`` is the length of the sequence these are of; ``key_state`` the state of other
+    sequences that the barriers' inputs come from.
+    """
+
+    symbol: sympy.Symbol
     barriers: tuple[Barrier, ...]
     state_in: tuple[Node, ...]
+    key_state: tuple[Node, ...]
     state_out: tuple[Node, ...]
 
     @property
@@ -65,18 +75,14 @@ class BlockCut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """The blocks, the entry state, and what the graph returns, by kind."""
+    """The blocks, the state before and after them, and what the graph returns, by kind."""
 
     entry: tuple[Node, ...]
     blocks: tuple[BlockCut, ...]
+    exit: tuple[Node, ...]
     head: Head | None
     totals: tuple[Node, ...]
     token_outputs: tuple[Node, ...]
-
-    @property
-    def exit(self) -> tuple[Node, ...]:
-        """The state the head region starts from."""
-        return self.blocks[-1].state_out if self.blocks else self.entry
 
 
 def inputs_of(barrier: Barrier) -> tuple[Node, ...]:
@@ -99,13 +105,13 @@ def returned_nodes(graph: Graph) -> list[Any]:
     )
 
 
-def bytes_per_token(node: Node, symbol: sympy.Symbol) -> int:
+def bytes_per_token(node: Node, symbols: Iterable[sympy.Symbol]) -> int:
     """Bytes of a tensor for one token of every batch row."""
     value = value_of(node)
     total = sympy.Integer(value.dtype.itemsize)
     for size in value.shape:
         total *= size_expr(size)
-    total = total.subs(symbol, 1)
+    total = total.subs(dict.fromkeys(symbols, 1))
     return int(total.subs({s: symbol_hint(value, s) for s in total.free_symbols}))
 
 
@@ -116,13 +122,13 @@ class Cutter:
         self,
         graph: Graph,
         analysis: TokenAnalysis,
-        symbol: sympy.Symbol,
+        symbols: tuple[sympy.Symbol, ...],
         barriers: list[Barrier],
         kept_outputs: list[Node],
     ) -> None:
         self.graph = graph
         self.analysis = analysis
-        self.symbol = symbol
+        self.symbols = symbols
         self.barriers = barriers
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.owner = {n: b for b in barriers for n in members_of(b)}
@@ -130,7 +136,8 @@ class Cutter:
         self.kept = [n for n in kept_outputs if self.is_stored_kind(n)]
         self.head = find_head(graph, analysis, self.totals, self.kept)
         self.levels: dict[Node, int] = dict.fromkeys(graph.nodes, 0)
-        self.barrier_levels: dict[str, int] = {}
+        self.places: list[tuple[int, int]] = []  # of blocks: (depth, sequence)
+        self.block_of = self.assign_blocks()
         self.assign_levels()
         self.measure_depths()
 
@@ -142,31 +149,56 @@ class Cutter:
             or (kind is NodeKind.MIXER and len(self.analysis.axes.get(node, ())) == 1)
         )
 
+    def sequence_of(self, node: Node) -> int:
+        """The number of the sequence a value per token belongs to."""
+        return self.symbols.index(self.analysis.axes[node][0].symbol)
+
+    def sequence_of_barrier(self, barrier: Barrier) -> int:
+        found = {self.sequence_of(x) for x in outputs_of(barrier)}
+        if len(found) > 1:
+            assert isinstance(barrier, Mixer)
+            reason = f"{barrier.rejection.reason}, and gives values of two sequences"
+            raise refuse(barrier.nodes[0], reason, barrier.rejection.change)
+        return found.pop()
+
+    def assign_blocks(self) -> dict[str, int]:
+        """The block of each barrier, by name: depth first, then sequence."""
+        depths = dict.fromkeys(self.graph.nodes, 0)
+        below = dict.fromkeys((b.name for b in self.barriers), 0)
+        changed = True
+        while (
+            changed
+        ):  # a mixer's nodes may stand among nodes that it does not depend on
+            before = dict(below)
+            for node in self.graph.nodes:
+                barrier = self.owner.get(node)
+                if barrier is None:
+                    sources = node.all_input_nodes
+                    depths[node] = max((depths[x] for x in sources), default=0)
+                else:
+                    sources = inputs_of(barrier)
+                    depth = max((depths[x] for x in sources), default=0)
+                    below[barrier.name], depths[node] = depth, depth + 1
+            changed = below != before
+        places = {
+            b.name: (below[b.name], self.sequence_of_barrier(b)) for b in self.barriers
+        }
+        self.places = sorted(set(places.values()))
+        return {name: self.places.index(place) for name, place in places.items()}
+
     def use_level(self, node: Node) -> int:
         barrier = self.owner.get(node)
         if barrier is not None:
-            return self.barrier_levels.get(barrier.name, 0) + 1
-        return self.levels.get(node, 0)
+            return self.block_of[barrier.name] + 1
+        return self.levels[node]
 
     def assign_levels(self) -> None:
-        changed = True
-        while changed:
-            changed = False
-            for barrier in self.barriers:
-                level = max((self.use_level(x) for x in inputs_of(barrier)), default=0)
-                if self.barrier_levels.get(barrier.name) != level:
-                    self.barrier_levels[barrier.name] = level
-                    changed = True
-            for node in self.graph.nodes:
-                if node in self.owner:
-                    continue
-                level = max(
+        for node in self.graph.nodes:
+            if node not in self.owner:
+                self.levels[node] = max(
                     (self.use_level(x) for x in node.all_input_nodes), default=0
                 )
-                if self.levels.get(node, 0) != level:
-                    self.levels[node] = level
-                    changed = True
-        self.depth = 1 + max(self.barrier_levels.values(), default=-1)
+        self.depth = len(self.places)
         if self.head is not None:
             after = {self.head.linear}
             for node in self.graph.nodes:
@@ -182,7 +214,7 @@ class Cutter:
             barrier = self.owner.get(user)
             if barrier is not None:
                 if self.owner.get(node) is not barrier and (
-                    self.barrier_levels[barrier.name] >= level
+                    self.block_of[barrier.name] >= level
                 ):
                     return True
             elif self.analysis.kinds[user] is NodeKind.TOTAL:
@@ -224,7 +256,7 @@ class Cutter:
         tie = (self.most_products - products) * TIE_POINTWISE + min(
             pointwise, TIE_POINTWISE - 1
         )
-        return bytes_per_token(node, self.symbol) * TIE_TOTAL + min(tie, TIE_TOTAL - 1)
+        return bytes_per_token(node, self.symbols) * TIE_TOTAL + min(tie, TIE_TOTAL - 1)
 
     def measure_depths(self) -> None:
         """Per node: matrix products on a path to it, and operators since the last of them."""
@@ -252,20 +284,37 @@ class Cutter:
         return found
 
     def cut(self) -> Cut:
-        entry = self.minimum_state(self.entry_sources(), 0)
+        sources = self.entry_sources()
+        states = [
+            self.minimum_state([n for n in sources if self.sequence_of(n) == i], 0)
+            for i in range(len(self.symbols))
+        ]
+        entry = tuple(n for state in states for n in state)
         blocks: list[BlockCut] = []
-        state = entry
-        for level in range(self.depth):
-            barriers = tuple(
-                b for b in self.barriers if self.barrier_levels[b.name] == level
-            )
+        for level, (_, own) in enumerate(self.places):
+            barriers = tuple(b for b in self.barriers if self.block_of[b.name] == level)
             made = [n for b in barriers for n in outputs_of(b)]
-            after = self.minimum_state([*state, *made], level + 1)
-            blocks.append(BlockCut(barriers=barriers, state_in=state, state_out=after))
-            state = after
+            others = {
+                self.sequence_of(x)
+                for b in barriers
+                for x in inputs_of(b)
+                if self.is_stored_kind(x)
+            } - {own}
+            after = self.minimum_state([*states[own], *made], level + 1)
+            blocks.append(
+                BlockCut(
+                    symbol=self.symbols[own],
+                    barriers=barriers,
+                    state_in=states[own],
+                    key_state=tuple(n for i in sorted(others) for n in states[i]),
+                    state_out=after,
+                )
+            )
+            states[own] = after
         return Cut(
             entry=entry,
             blocks=tuple(blocks),
+            exit=tuple(n for state in states for n in state),
             head=self.head,
             totals=tuple(self.totals),
             token_outputs=tuple(dict.fromkeys(self.kept)),
@@ -279,12 +328,12 @@ def members_of(barrier: Barrier) -> tuple[Node, ...]:
 def cut_regions(
     graph: Graph,
     analysis: TokenAnalysis,
-    symbol: sympy.Symbol,
+    symbols: tuple[sympy.Symbol, ...],
     barriers: list[Barrier],
     kept_outputs: list[Node],
 ) -> Cut:
     """Cut ``graph``; see the module docstring. ``kept_outputs`` must leave the program whole."""
-    cutter = Cutter(graph, analysis, symbol, barriers, kept_outputs)
+    cutter = Cutter(graph, analysis, symbols, barriers, kept_outputs)
     cut = cutter.cut()
     found = sum(len(block.barriers) for block in cut.blocks)
     if found != len(barriers):

@@ -43,17 +43,18 @@ class Region:
 class RegionExtractor:
     """Extracts regions from one captured graph."""
 
-    def __init__(
-        self, root: GraphModule, analysis: TokenAnalysis, symbol: sympy.Symbol
-    ) -> None:
+    def __init__(self, root: GraphModule, analysis: TokenAnalysis) -> None:
         graph = root.graph
         self.root = root
         self.analysis = analysis
-        self.symbol = symbol
         self.order = {n: i for i, n in enumerate(graph.nodes)}
 
-    def extract(self, outputs: Sequence[Node], stops: set[Node]) -> Region:
-        """The region that computes ``outputs`` from ``stops``, vectors, state and symbols."""
+    def extract(
+        self, outputs: Sequence[Node], stops: set[Node], symbol: sympy.Symbol
+    ) -> Region:
+        """The region that computes ``outputs``, values of the sequence of length ``symbol``, from
+        ``stops``, vectors, state and symbols."""
+        self.symbol = symbol
         members, leaves = self.slice(outputs, stops)
         body, copies = Graph(), {}
         operands = []

@@ -1,7 +1,7 @@
 """Where the token axes are, and what each node is to the chunked program.
 
-In: the normalized graph and the sequence symbol s. Out: :class:`TokenAnalysis`: the token axes of
-every tensor node and its :class:`NodeKind`.
+In: the normalized graph and the symbols of its sequences' lengths. Out: :class:`TokenAnalysis`: the
+token axes of every tensor node and its :class:`NodeKind`.
 
 Contract: a node is TOKENWISE only if a rule proved that its row t needs its inputs' rows t only.
 What no rule proves is a mixer, with the reason. Nodes computed from integer inputs alone ("light")
@@ -16,8 +16,6 @@ Algorithm, one walk in graph order:
 4. totals that flow back into tokenwise work are mixers after all;
 5. a sort of rows is taken for routing (``token_rules_rows``) until something it reaches cannot be
    proved; then the walk is repeated with that sort given up.
-
-Limits: one sequence symbol.
 """
 
 from __future__ import annotations
@@ -60,10 +58,10 @@ class TokenAnalysis:
         return self.kinds[node]
 
 
-def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
-    """The symbol that is the query length of attention, else the only dynamic dimension.
+def find_token_symbols(graph: Graph) -> tuple[sympy.Symbol, ...]:
+    """The symbols that are query or key lengths of attention, else the only dynamic dimension.
 
-    With a dynamic batch size there are several symbols; attention says which one is the sequence.
+    With a dynamic batch size there are several symbols; attention says which ones are sequences.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
     symbols: set[sympy.Symbol] = set()
@@ -75,30 +73,28 @@ def find_token_symbol(graph: Graph) -> sympy.Symbol | None:
             symbols |= size_expr(size).free_symbols
             if dim > 0 or value_of(node).dim() == 1:
                 inner |= size_expr(size).free_symbols
-    counts: dict[sympy.Symbol, int] = {}
+    found: set[sympy.Symbol] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not is_tensor(node):
             continue
-        size = None
         if op_name(node) == "scaled_dot_product_attention":
-            size = size_expr(value_of(node.args[0]).shape[-2])
-        elif op_name(node) in SCORE_PRODUCTS and value_of(node).dim() >= 2:
-            rows, columns = (size_expr(s) for s in value_of(node).shape[-2:])
-            size = rows if columns.is_Symbol else None
-        if size in symbols:
-            counts[size] = counts.get(size, 0) + 1
-    if counts:
-        return max(counts, key=lambda symbol: (counts[symbol], str(symbol)))
-    by_name = sorted(inner, key=str)
-    return by_name[0] if len(by_name) == 1 else None
+            found |= {size_expr(value_of(x).shape[-2]) for x in node.args[:2]}
+        elif op_name(node) in SCORE_PRODUCTS and value_of(node).dim() >= 3:
+            sizes = {size_expr(s) for s in value_of(node).shape[-2:]}
+            if sizes <= symbols:
+                found |= sizes
+    found &= symbols
+    if not found and len(inner) == 1:
+        found = inner
+    return tuple(sorted(found, key=str))
 
 
-def find_token_axes(graph: Graph, symbol: sympy.Symbol) -> TokenAnalysis:
+def find_token_axes(graph: Graph, symbols: tuple[sympy.Symbol, ...]) -> TokenAnalysis:
     """Analyze every node of ``graph``; see the module docstring."""
     given_up: dict[Node, str] = {}
     while True:
         analysis = TokenAnalysis()
-        ctx = RuleContext(symbol, analysis.axes, given_up)
+        ctx = RuleContext(symbols, analysis.axes, given_up)
         walk(graph, ctx, analysis)
         escaped = escaping_roots(graph, ctx, analysis)
         if not escaped:
@@ -205,7 +201,7 @@ def check_axes(ctx: RuleContext, node: Node, axes: tuple[TokenAxis, ...]) -> Non
     if not is_tensor(node):
         return
     shape = ctx.shape(node)
-    sizes = {a.dim: a.outer * ctx.symbol * a.inner for a in axes}
+    sizes = {a.dim: a.outer * a.symbol * a.inner for a in axes}
     for dim, size in enumerate(shape):
         expected = sizes.get(dim)
         if expected is None:
@@ -331,9 +327,9 @@ def shape_axes(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     if not is_tensor(node):
         return ()
     return tuple(
-        TokenAxis(dim=dim)
+        TokenAxis(dim=dim, symbol=size)
         for dim, size in enumerate(ctx.shape(node))
-        if size == ctx.symbol
+        if size in ctx.symbols
     )
 
 

@@ -60,7 +60,6 @@ class Lowering:
         chunk_len: int,
         head_len: int,
     ) -> None:
-        assert captured.token_symbol is not None
         self.captured = captured
         self.graph = captured.module.graph
         self.analysis = analysis
@@ -69,9 +68,7 @@ class Lowering:
         self.cache = cache
         self.chunk_len = chunk_len
         self.head_len = head_len
-        self.extractor = RegionExtractor(
-            captured.module, analysis, captured.token_symbol
-        )
+        self.extractor = RegionExtractor(captured.module, analysis)
         self.vectors: dict[Node, None] = {}
         self.regions: list[tuple[RegionCall, Region]] = []
         self.train = captured.grad_enabled and any(captured.requires_grad)
@@ -82,22 +79,28 @@ class Lowering:
     # regions ------------------------------------------------------------------
 
     def region(
-        self, label: str, outputs: Sequence[Node], stops: Iterable[Node], length: int
-    ) -> tuple[RegionCall, Region] | None:
+        self,
+        label: str,
+        symbol: sympy.Symbol,
+        outputs: Sequence[Node],
+        stops: Iterable[Node],
+        length: int,
+    ) -> RegionCall | None:
         if not outputs:
             return None
-        region = self.extractor.extract(outputs, set(stops))
+        region = self.extractor.extract(outputs, set(stops), symbol)
         for source, operand in zip(region.sources, region.operands, strict=True):
             if operand.kind in (OperandKind.VECTOR, OperandKind.WHOLE):
                 self.vectors.setdefault(source)
         call = RegionCall(
             label=label,
+            symbol=symbol,
             body=self.cache.get(region, length),
             operands=region.operands,
             results=tuple(self.result(n) for n in outputs),
         )
         self.regions.append((call, region))
-        return call, region
+        return call
 
     def result(self, node: Node) -> Result:
         axes = self.analysis.axes.get(node, ())
@@ -108,39 +111,63 @@ class Lowering:
         )
 
     def compiled(
-        self, label: str, outputs: Sequence[Node], stops: Iterable[Node]
+        self,
+        label: str,
+        symbol: sympy.Symbol,
+        outputs: Sequence[Node],
+        stops: Iterable[Node],
     ) -> RegionCall | None:
         """A region of a block (or the entry), with the forms training needs compiled now."""
-        made = self.region(label, outputs, stops, self.chunk_len)
-        if made is None:
+        call = self.region(label, symbol, outputs, stops, self.chunk_len)
+        if call is None:
             return None
-        call, _ = made
         call.body.prepare("forward")
         if self.train and call.needs_backward:
             call.body.prepare("backward")
         return call
 
     def block(self, index: int, cut: BlockCut) -> BlockProgram:
-        state_in, made = set(cut.state_in), set(cut.barrier_outputs)
-        before = [
-            n
-            for n in cut.barrier_inputs
-            if n not in state_in
-            and n.op != "placeholder"
-            and self.analysis.kinds[n] is NodeKind.TOKENWISE
-        ]
-        after = [n for n in cut.state_out if n not in state_in and n not in made]
+        made, own = set(cut.barrier_outputs), cut.symbol
+        state = {*cut.state_in, *cut.key_state}
+        before: dict[sympy.Symbol, list[Node]] = {own: []}
+        for node in cut.barrier_inputs:
+            if len(self.analysis.axes.get(node, ())) == 1:
+                group = before.setdefault(self.symbol_of(node), [])
+                computed = node not in state and node.op != "placeholder"
+                if computed and self.analysis.kinds[node] is NodeKind.TOKENWISE:
+                    group.append(node)
+        after = [n for n in cut.state_out if n not in state and n not in made]
         return BlockProgram(
             index=index,
-            pre=self.compiled("pre", before, state_in),
+            symbols=tuple(before),
+            pre=self.compiled("pre", own, before.pop(own), state),
+            keys=tuple(
+                self.compiled("keys", symbol, nodes, state)
+                for symbol, nodes in before.items()
+            ),
             attentions=tuple(
                 self.attention(b) for b in cut.barriers if isinstance(b, Attention)
             ),
             mixers=tuple(self.mixer(b) for b in cut.barriers if isinstance(b, Mixer)),
-            post=self.compiled("post", after, state_in | made),
+            post=self.compiled("post", own, after, {*cut.state_in, *made}),
             state_in=tuple(n.name for n in cut.state_in),
+            key_state=tuple(n.name for n in cut.key_state),
+            key_symbols={n.name: self.symbol_of(n) for n in cut.key_state},
             state_out=tuple(n.name for n in cut.state_out),
         )
+
+    def symbol_of(self, node: Node) -> sympy.Symbol:
+        """The length of the sequence a value per token (or a part of a total) belongs to."""
+        axes = self.analysis.axes.get(node, ())
+        if axes:
+            return axes[0].symbol
+        found = {
+            a.symbol
+            for x in node.all_input_nodes
+            for a in self.analysis.axes.get(x, ())
+        }
+        (symbol,) = found
+        return symbol
 
     def attention(self, record: Attention) -> AttentionCall:
         by_name = {n.name: n for n in self.graph.nodes}
@@ -162,6 +189,7 @@ class Lowering:
             q=record.q.name,
             k=record.k.name,
             v=record.v.name,
+            key_symbol=self.symbol_of(record.k),
             mask=record.mask,
             is_causal=record.is_causal,
             scale=record.scale,
@@ -272,12 +300,15 @@ class Lowering:
         return specs, list(dict.fromkeys(whole))
 
     def lower(self) -> ChunkProgram:
-        entry = self.compiled(
-            "entry", [n for n in self.cut.entry if n.op != "placeholder"], ()
-        )
+        entries = [
+            self.compiled("entry", symbol, nodes, ())
+            for symbol, nodes in self.by_symbol(
+                [n for n in self.cut.entry if n.op != "placeholder"]
+            )
+        ]
         blocks = tuple(self.block(i, b) for i, b in enumerate(self.cut.blocks))
         specs, whole = self.outputs()
-        head, one_pass = self.lower_head()
+        heads, one_pass = self.lower_heads()
         # Whole outputs that do not come from totals are vectors; those that do end the program.
         given = {*self.cut.totals, *self.cut.token_outputs}
         for node in self.light_ancestors(whole, given):
@@ -289,15 +320,15 @@ class Lowering:
             ),
             prologue=self.by_name(vectors, ()) if vectors else None,
             vector_names=tuple(n.name for n in vectors),
-            entry=entry,
+            entries=tuple(call for call in entries if call is not None),
             entry_state=tuple(n.name for n in self.cut.entry),
             blocks=blocks,
-            head=head,
+            heads=heads,
             one_pass=one_pass,
             epilogue=self.by_name(whole, [*given, *vectors]) if whole else None,
             epilogue_outputs=tuple(n.name for n in whole),
             outputs=tuple(specs),
-            token_symbol=self.captured.token_symbol,
+            token_symbols=self.captured.token_symbols,
             axes=self.value_axes(),
             needs_grad={
                 n.name: self.needs_grad(n) for n in self.graph.nodes if is_tensor(n)
@@ -321,27 +352,37 @@ class Lowering:
             pending.extend(node.all_input_nodes)
         return list(found)
 
-    def lower_head(self) -> tuple[RegionCall | None, bool]:
-        outputs = [*self.cut.totals, *self.cut.token_outputs]
-        made = self.region("head", outputs, self.cut.exit, self.head_len)
-        if made is None:
-            return None, False
-        call, _ = made
-        differentiable = [n for n in outputs if self.needs_grad(n)]
-        one_pass = (
-            len(differentiable) == 1
-            and differentiable[0] in self.cut.totals
-            and value_of(differentiable[0]).dim() == 0
-            and any(o.needs_grad for o in call.operands)
-        )
-        if not self.train or not call.needs_backward:
+    def by_symbol(self, nodes: Iterable[Node]) -> list[tuple[sympy.Symbol, list[Node]]]:
+        """Nodes by the sequence they belong to, in the order of the sequences."""
+        groups = {symbol: [] for symbol in self.captured.token_symbols}
+        for node in nodes:
+            groups[self.symbol_of(node)].append(node)
+        return [(symbol, group) for symbol, group in groups.items() if group]
+
+    def lower_heads(self) -> tuple[tuple[RegionCall, ...], tuple[bool, ...]]:
+        """The heads, and which of them compute their gradients in the forward."""
+        heads, one_pass = [], []
+        for symbol, nodes in self.by_symbol(
+            [*self.cut.totals, *self.cut.token_outputs]
+        ):
+            call = self.region("head", symbol, nodes, self.cut.exit, self.head_len)
+            assert call is not None
+            differentiable = [n for n in nodes if self.needs_grad(n)]
+            trains = self.train and call.needs_backward
+            heads.append(call)
+            one_pass.append(
+                trains
+                and len(differentiable) == 1
+                and differentiable[0] in self.cut.totals
+                and value_of(differentiable[0]).dim() == 0
+            )
+            if one_pass[-1]:
+                call.body.prepare("forward_backward")
+                continue
             call.body.prepare("forward")
-        elif one_pass:
-            call.body.prepare("forward_backward")
-        else:
-            call.body.prepare("forward")
-            call.body.prepare("backward")
-        return call, one_pass
+            if trains:
+                call.body.prepare("backward")
+        return tuple(heads), tuple(one_pass)
 
     def value_axes(self) -> dict[str, TokenAxis]:
         return {

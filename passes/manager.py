@@ -133,13 +133,13 @@ def difference(before: Counter[str], after: Counter[str]) -> dict[str, int]:
 def find_everything(
     captured: CapturedGraph, config: FpdtConfig, result: Analysis
 ) -> None:
-    graph, symbol = captured.module.graph, captured.token_symbol
-    if symbol is None and is_short(captured):
+    graph, symbols = captured.module.graph, captured.token_symbols
+    if not symbols and is_short(captured):
         return
-    if symbol is None:
+    if not symbols:
         raise CantChunk(no_token_dimension(captured))
     refuse_shared_symbol(captured)
-    tokens = result.tokens = find_token_axes(graph, symbol)
+    tokens = result.tokens = find_token_axes(graph, symbols)
     nodes = list(graph.nodes)
     found = [n for n in nodes if tokens.kinds[n] is NodeKind.ATTENTION]
     result.num_found = len(found)
@@ -157,7 +157,7 @@ def find_everything(
     kept = [n for n in returned_nodes(graph) if isinstance(n, Node)]
     kept += [x for tail in tails for x in tail.inputs]
     barriers = [*result.attentions, *result.mixers]
-    result.cut = cut_regions(graph, tokens, symbol, barriers, kept)
+    result.cut = cut_regions(graph, tokens, symbols, barriers, kept)
     if not result.attentions:
         result.rejections.append(
             Rejection(
@@ -170,7 +170,7 @@ def find_everything(
     rejected = sum(n in swallowed for n in found)
     if len(found) != len(result.attentions) + rejected:
         raise InvariantError("attentions found are not the ones rewritten and rejected")
-    result.plan = plan_chunks(graph, tokens, result.cut, symbol, config)
+    result.plan = plan_chunks(graph, tokens, result.cut, symbols, config)
 
 
 def no_token_dimension(captured: CapturedGraph) -> Rejection:
@@ -201,7 +201,7 @@ def refuse_shared_symbol(captured: CapturedGraph) -> None:
         if value.is_floating_point() or value.dtype is torch.bool:
             continue  # a mask may well be [S, S]
         sizes = [size_expr(s) for s in value.shape]
-        if sizes.count(captured.token_symbol) > 1:
+        if any(sizes.count(symbol) > 1 for symbol in captured.token_symbols):
             raise CantChunk(
                 Rejection(
                     op="input size",

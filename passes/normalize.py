@@ -2,8 +2,7 @@
 
 In: the graph as captured. Out: the same values, with
 
-1. in-place operators replaced by their functional form (refused where a view of the target is
-   alive: the rewrite would change what that view sees);
+1. in-place operators replaced by their functional form (see ``functionalize``);
 2. operators that do nothing erased (``to`` the same dtype and device, whole slices, ``contiguous``,
    dropout that is off, expands to the same shape), ``view`` made ``reshape`` so that erasing a
    ``contiguous`` cannot break it;
@@ -20,8 +19,9 @@ import torch
 from torch.fx import Node
 
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
-from .base import GraphPass, insert_call, refuse
+from .base import GraphPass, insert_call
 from .find_token_axes import LOSSES
+from .functionalize import functionalize, is_mutation
 from .sizes import find_size, size_of_expr
 from .token_rules import arg, op_name
 
@@ -40,7 +40,7 @@ class Normalize(GraphPass):
     name = "normalize"
 
     def find(self, captured: CapturedGraph) -> Iterable[Rewrite]:
-        symbol = captured.token_symbol
+        symbols = frozenset(captured.token_symbols)
         calls = [n for n in captured.module.graph.nodes if n.op == "call_function"]
         # Mutations go first: erasing the clone that a write was made safe by would undo it.
         for node in calls:
@@ -61,11 +61,11 @@ class Normalize(GraphPass):
                 yield Rewrite(node, replace_by_input)
             elif node.target is aten.view.default:
                 yield Rewrite(node, view_to_reshape)
-            elif symbol is not None and is_mean_loss(node, symbol):
+            elif is_mean_loss(node, symbols):
                 yield Rewrite(node, split_mean_loss)
-            elif symbol is not None and is_pointwise_loss(node, symbol):
+            elif is_pointwise_loss(node, symbols):
                 yield Rewrite(node, split_pointwise_loss)
-            elif symbol is not None and is_token_mean(node, symbol):
+            elif is_token_mean(node, symbols):
                 yield Rewrite(node, split_mean)
 
     def apply(self, captured: CapturedGraph, match: Rewrite) -> None:
@@ -79,67 +79,6 @@ def erase_effect(captured: CapturedGraph, node: Node) -> None:
     else:
         node.replace_all_uses_with(None)
         node.graph.erase_node(node)
-
-
-def is_mutation(node: Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
-    )
-
-
-def is_view(node: Node) -> bool:
-    """Whether the node's result may share memory with its input."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        parts = getattr(target, "__name__", "") == "getitem"
-        return parts and is_view(node.args[0])
-    return any(r.alias_info is not None for r in target._schema.returns) or op_name(
-        node
-    ) in (
-        "reshape",
-        "contiguous",
-        "to",
-        "flatten",
-        "expand_as",
-        "type_as",
-    )
-
-
-def functionalize(captured: CapturedGraph, node: Node) -> None:
-    """``x.add_(y)`` becomes ``z = x.add(y)``; later uses of x become uses of z."""
-    name, target = op_name(node), node.args[0]
-    change = f"write the {name} out of place in the model"
-    if not name.endswith("_") or not isinstance(target, Node):
-        raise refuse(node, "writes into a tensor", change)
-    if target.op == "placeholder" or is_view(target):
-        raise refuse(
-            node, "writes into an input or into a view of another tensor", change
-        )
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    if any(
-        is_view(user) and any(order[u] > order[node] for u in user.users)
-        for user in target.users
-        if user is not node
-    ):
-        raise refuse(node, "writes into a tensor that a view of is used later", change)
-    packet = getattr(aten, name[:-1], None)
-    overload = node.target._overloadname
-    if packet is None or overload not in packet.overloads():
-        raise refuse(node, "has no out-of-place form", change)
-    with node.graph.inserting_before(node):
-        new = insert_call(
-            node.graph, getattr(packet, overload), node.args, dict(node.kwargs), node
-        )
-        wanted = value_of(node).dtype
-        if value_of(new).dtype != wanted:
-            new = insert_call(node.graph, aten.to.dtype, (new, wanted), {}, node)
-    new.meta["needs_grad"] = node.meta.get("needs_grad", False)
-    for user in list(target.users):
-        if order.get(user, -1) > order[node]:
-            user.replace_input_with(target, new)
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
 
 
 def does_nothing(node: Node) -> bool:
@@ -204,11 +143,14 @@ def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
     node.target = aten.reshape.default
 
 
-def has_symbol(node: Node, symbol: sympy.Symbol) -> bool:
-    return any(symbol in size_expr(s).free_symbols for s in value_of(node).shape)
+Symbols = frozenset[sympy.Symbol]
 
 
-def is_mean_loss(node: Node, symbol: sympy.Symbol) -> bool:
+def has_symbol(node: Node, symbols: Symbols) -> bool:
+    return any(symbols & size_expr(s).free_symbols for s in value_of(node).shape)
+
+
+def is_mean_loss(node: Node, symbols: Symbols) -> bool:
     """A mean classification loss over tokens whose count is the labels that are not ignored."""
     if op_name(node) not in LOSSES or int(arg(node, 3, "reduction", 1)) != 1:
         return False
@@ -216,7 +158,7 @@ def is_mean_loss(node: Node, symbol: sympy.Symbol) -> bool:
     return (
         weight is None
         and not value_of(labels).is_floating_point()
-        and has_symbol(labels, symbol)
+        and has_symbol(labels, symbols)
     )
 
 
@@ -248,12 +190,12 @@ POINTWISE_LOSSES = {
 }
 
 
-def is_pointwise_loss(node: Node, symbol: sympy.Symbol) -> bool:
+def is_pointwise_loss(node: Node, symbols: Symbols) -> bool:
     index = POINTWISE_LOSSES.get(op_name(node))
     return (
         index is not None
         and int(arg(node, index, "reduction", 1)) in (1, 2)
-        and has_symbol(node.args[0], symbol)
+        and has_symbol(node.args[0], symbols)
     )
 
 
@@ -276,12 +218,12 @@ def split_pointwise_loss(captured: CapturedGraph, node: Node) -> None:
     replace_keeping_grad(node, result, [each, total, result])
 
 
-def is_token_mean(node: Node, symbol: sympy.Symbol) -> bool:
+def is_token_mean(node: Node, symbols: Symbols) -> bool:
     """A float mean whose result no longer has the token axis its input had."""
     return (
         op_name(node) == "mean"
-        and has_symbol(node.args[0], symbol)
-        and not has_symbol(node, symbol)
+        and has_symbol(node.args[0], symbols)
+        and not has_symbol(node, symbols)
     )
 
 

@@ -39,6 +39,7 @@ class _Unsuitable(Exception):
 @dataclass(frozen=True, slots=True)
 class ShiftedLoss:
     node: Node
+    symbol: sympy.Symbol
     before: int
     after: int
 
@@ -48,20 +49,18 @@ class PadShiftedLosses(GraphPass):
     leaves_pure = False  # it runs before normalize
 
     def find(self, captured: CapturedGraph) -> Iterable[ShiftedLoss]:
-        symbol = captured.token_symbol
-        if symbol is None:
-            return
         for node in captured.module.graph.nodes:
             if node.op == "call_function" and op_name(node) in LOSSES:
-                match = shifted_loss(node, symbol)
-                if match is not None:
-                    yield match
+                for symbol in captured.token_symbols:
+                    match = shifted_loss(node, symbol)
+                    if match is not None:
+                        yield match
+                        break
 
     def apply(self, captured: CapturedGraph, match: ShiftedLoss) -> None:
-        assert captured.token_symbol is not None
         node, graph = match.node, captured.module.graph
         with graph.inserting_before(node):
-            replay = _Replay(graph, captured.token_symbol, match)
+            replay = _Replay(graph, match)
             scores = replay.scores(node.args[0])
             labels = replay.labels(node.args[1])
         node.args = (scores, labels, *node.args[2:])
@@ -82,7 +81,7 @@ def shifted_loss(node: Node, symbol: sympy.Symbol) -> ShiftedLoss | None:
         label_source(labels, symbol, before + after)
     except _Unsuitable:
         return None
-    return ShiftedLoss(node, before, after)
+    return ShiftedLoss(node, symbol, before, after)
 
 
 def has_part(node: Node, symbol: sympy.Symbol) -> bool:
@@ -159,9 +158,9 @@ def label_source(labels: Node, symbol: sympy.Symbol, dropped: int) -> Node:
 class _Replay:
     """Makes the chain again for all tokens."""
 
-    def __init__(self, graph: Graph, symbol: sympy.Symbol, match: ShiftedLoss) -> None:
+    def __init__(self, graph: Graph, match: ShiftedLoss) -> None:
         self.graph = graph
-        self.symbol = symbol
+        self.symbol = match.symbol
         self.match = match
         self.dropped = match.before + match.after
         self.ignored = int(arg(match.node, 4, "ignore_index", LOSS_IGNORE_INDEX))

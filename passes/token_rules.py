@@ -7,13 +7,13 @@ prove this raises :class:`NotTokenwise` with the reason; an operator without a r
 A rule sees shapes as sympy expressions. Two token axes (query x key) are carried along by the
 pointwise and view rules, which is what makes mask graphs readable for ``analyze_masks``.
 
-Limits: one sequence symbol; a token axis split by a view must keep ``[outer, s, inner]``.
+Limits: a token axis split by a view must keep ``[outer, s, inner]``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,11 +56,11 @@ class RuleContext:
 
     def __init__(
         self,
-        symbol: sympy.Symbol,
+        symbols: Iterable[sympy.Symbol],
         axes: Axes,
         given_up: dict[Node, str] | None = None,
     ) -> None:
-        self.symbol = symbol
+        self.symbols = frozenset(symbols)
         self.axes = axes
         # What routing needs; see token_rules_rows.
         self.sorts: dict[str, Any] = {}
@@ -80,14 +80,14 @@ class RuleContext:
         return len(self.shape(node))
 
     def has_symbol(self, expr: sympy.Expr) -> bool:
-        return self.symbol in expr.free_symbols
+        return bool(self.symbols & expr.free_symbols)
 
     def axes_from_shape(self, shape: Sequence[sympy.Expr]) -> tuple[TokenAxis, ...]:
         """Axes of a tensor nothing is known about but its shape."""
         found = []
         for dim, size in enumerate(shape):
-            if size == self.symbol:
-                found.append(TokenAxis(dim=dim))
+            if size in self.symbols:
+                found.append(TokenAxis(dim=dim, symbol=size))
             elif self.has_symbol(size):
                 raise NotTokenwise(f"dimension {dim} has size {size}")
         return tuple(found)
@@ -202,7 +202,7 @@ def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         left = sympy.Mul(*before[: axis.dim]) * axis.outer
         right = sympy.Mul(*before[axis.dim + 1 :]) * axis.inner
         for dim, size in enumerate(after):
-            if not ctx.has_symbol(size):
+            if axis.symbol not in size.free_symbols:
                 continue
             if axis.order:  # sorted rows stay one dimension
                 if size == before[axis.dim] and (
@@ -215,8 +215,10 @@ def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
             inner = quotient(right, sympy.Mul(*after[dim + 1 :]))
             if outer is None or inner is None:
                 continue
-            if sympy.expand(outer * ctx.symbol * inner - size) == 0:
-                result.append(TokenAxis(dim=dim, outer=outer, inner=inner))
+            if sympy.expand(outer * axis.symbol * inner - size) == 0:
+                result.append(
+                    TokenAxis(dim=dim, symbol=axis.symbol, outer=outer, inner=inner)
+                )
                 break
         else:
             raise NotTokenwise("the view cuts through the token axis")
@@ -256,9 +258,9 @@ def expand(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     known = {axis.dim for axis in result}
     for dim, size in enumerate(after):
         if dim not in known and ctx.has_symbol(size):
-            if size != ctx.symbol:
+            if size not in ctx.symbols:
                 raise NotTokenwise(f"expands to {size} along dimension {dim}")
-            result.append(TokenAxis(dim=dim))
+            result.append(TokenAxis(dim=dim, symbol=size))
     return tuple(sorted(result, key=lambda axis: axis.dim))
 
 
@@ -270,6 +272,21 @@ def slice_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         if axis.dim == dim and ctx.shape(x)[dim] != ctx.shape(node)[dim]:
             raise NotTokenwise("takes a part of the token axis")
     return ctx.of(x)
+
+
+@rule("slice_scatter", "select_scatter")
+def scatter_rule(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    """``x`` with another tensor in a part of it; both have their rows at the same tokens."""
+    x, part = node.args[:2]
+    (dim,) = not_over_tokens(ctx, x, [int(arg(node, 2, "dim", 0))], op_name(node))
+    axes = ctx.of(x)
+    moved = tuple(
+        a.at(a.dim - (a.dim > dim)) if op_name(node) == "select_scatter" else a
+        for a in axes
+    )
+    if ctx.of(part) != moved:
+        raise NotTokenwise("writes rows of another kind into the tensor")
+    return axes
 
 
 @rule("select", "unbind")
@@ -361,10 +378,11 @@ def factory(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     found = []
     for dim, size in enumerate(ctx.shape(node)):
         if ctx.has_symbol(size):
-            outer = quotient(size, ctx.symbol)
-            if outer is None or ctx.has_symbol(outer):
+            (symbol, *more) = size.free_symbols & ctx.symbols
+            outer = quotient(size, symbol)
+            if more or outer is None or ctx.has_symbol(outer):
                 raise NotTokenwise(f"dimension {dim} has size {size}")
-            found.append(TokenAxis(dim=dim, outer=outer))
+            found.append(TokenAxis(dim=dim, symbol=symbol, outer=outer))
     return tuple(found)
 
 

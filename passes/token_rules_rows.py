@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -74,12 +74,11 @@ class SortResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowNumber:
-    """Numbers of rows of the same token in the layout ``[outer, s, inner]``; ``bijective``: it is
-    the permutation of ``root`` itself, so that no row comes twice."""
+    """Numbers of rows of the same token, of the layout of ``rows``; ``bijective``: it is the
+    permutation of ``root`` itself, so that no row comes twice."""
 
     root: Node
-    outer: sympy.Expr
-    inner: sympy.Expr
+    rows: TokenAxis
     bijective: bool
 
 
@@ -146,13 +145,11 @@ def sort(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
         ctx.facts[node] = SortResult(root=node)
     else:
         ctx.facts[node] = permutation_of(node, axes[0])
-    return (
-        TokenAxis(dim=0, outer=axes[0].outer, inner=axes[0].inner, order=node.name),
-    )
+    return (replace(axes[0], order=node.name),)
 
 
 def permutation_of(root: Node, rows: TokenAxis) -> RowNumber:
-    return RowNumber(root=root, outer=rows.outer, inner=rows.inner, bijective=True)
+    return RowNumber(root=root, rows=rows, bijective=True)
 
 
 @fact_rule(operator.getitem.__name__)
@@ -221,13 +218,12 @@ def token_of_slot(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     )
     if not isinstance(fact, RowNumber) or not isinstance(divisor, int) or not rounds:
         raise NotTokenwise("computes with row numbers")
-    inner = quotient(fact.inner, sympy.Integer(divisor)) if divisor > 0 else None
+    inner = quotient(fact.rows.inner, sympy.Integer(divisor)) if divisor > 0 else None
     if inner is None:
         raise NotTokenwise("divides row numbers by other than the slots per token")
     ctx.facts[node] = RowNumber(
         root=fact.root,
-        outer=fact.outer,
-        inner=inner,
+        rows=replace(fact.rows, inner=inner),
         bijective=fact.bijective and divisor == 1,
     )
     return ctx.of(node.args[0])
@@ -360,8 +356,7 @@ def target_rows(
     if len(axes) != 1 or axes[0].dim != dim or x in ctx.facts:
         raise NotTokenwise("addresses a dimension that is not the rows")
     if isinstance(fact, RowNumber):
-        layout = (axes[0].outer, axes[0].inner, axes[0].order)
-        if layout == (fact.outer, fact.inner, "") or is_constant(x):
+        if axes[0].at(0) == fact.rows or is_constant(x):
             return fact
         raise NotTokenwise("addresses rows by numbers of other rows")
     if isinstance(fact, Place) and axes[0].order == fact.root.name:
@@ -446,7 +441,7 @@ def written_rows(
     at = tuple(axis.at(dim) for axis in ctx.of(numbers))
     if not is_tensor(rows) or len(at) != 1 or ctx.of(rows) != at:
         raise NotTokenwise("writes rows that are in another order than their numbers")
-    return (TokenAxis(dim=dim, outer=fact.outer, inner=fact.inner),)
+    return (fact.rows.at(dim),)
 
 
 # Reading sorted rows that are not numbers needs no rule of its own, but an empty vector like the

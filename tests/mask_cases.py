@@ -52,7 +52,7 @@ def axes_of(module: GraphModule, symbol: Any) -> dict[Node, tuple[TokenAxis, ...
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             axes[node] = tuple(
-                TokenAxis(dim=dim)
+                TokenAxis(dim=dim, symbol=symbol)
                 for dim, size in enumerate(value.shape)
                 if size_expr(size) == symbol
             )

@@ -117,7 +117,7 @@ def test_shifted_loss_is_padded():
     (loss,) = [
         n for n in captured.module.graph.nodes if "cross_entropy" in str(n.target)
     ]
-    s = captured.token_symbol
+    (s,) = captured.token_symbols
     assert loss.args[0].meta["val"].shape[0].node.expr == 2 * s
     x, w = torch.randn(2, 9, 8), torch.randn(VOCAB, 8)
     labels = torch.randint(0, VOCAB, (2, 9))
@@ -242,7 +242,7 @@ def test_verify_catches_a_mutation_and_a_missing_value():
 
 def kinds_of(fn, *inputs, dims=None):
     captured = captured_of(fn, *inputs, dims=dims)
-    tokens = find_token_axes(captured.module.graph, captured.token_symbol)
+    tokens = find_token_axes(captured.module.graph, captured.token_symbols)
     return {
         str(n.target).split(".")[1]: (tokens.kinds[n], tokens.axes.get(n))
         for n in captured.module.graph.nodes

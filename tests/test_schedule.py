@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from expecttest import TestCase
 from hypothesis import given, settings
@@ -10,18 +11,20 @@ from hypothesis import strategies as st
 
 from fpdt_compile.graph import TileKind, TileTable
 from fpdt_compile.runtime.chunks import chunk_bounds
-from fpdt_compile.runtime.schedule import (
+from fpdt_compile.runtime.instructions import (
     Attend,
     AttendBackward,
-    BlockShape,
     Drop,
     Finish,
     Run,
     RunBackward,
     Save,
+    text,
+)
+from fpdt_compile.runtime.schedule import (
+    BlockShape,
     backward_schedule,
     forward_schedule,
-    text,
 )
 from fpdt_compile.runtime.step import plain_table
 
@@ -33,16 +36,31 @@ DECODER = BlockShape(
     mixer_values=(),
     state_in=("h0",),
     state_out=("h1",),
+    key_state=(),
+    keys=(),
+    key_sequences=(0,),
+    keys_backward=(),
     pre_backward=True,
     post_backward=True,
     held=(),
+    later=(),
+)
+# Queries from h0, keys and values from another sequence, whose state a later block reads too.
+CROSS = replace(
+    DECODER,
+    pre=("q",),
+    key_state=((1, "e"),),
+    keys=(("k", "v"),),
+    key_sequences=(1,),
+    keys_backward=(True,),
+    later=("e",),
 )
 
 
 class Golden(TestCase):
     def test_causal_forward(self):
         schedule = forward_schedule(
-            DECODER, 2, (plain_table(2, True),), train=True, save_attention=True
+            DECODER, (2,), (plain_table(2, 2, True),), train=True, save_attention=True
         )
         self.assertExpectedInline(
             text(schedule),
@@ -73,7 +91,7 @@ save     o.lse[1]""",
 
     def test_causal_backward(self):
         schedule = backward_schedule(
-            DECODER, 2, (plain_table(2, True),), save_attention=True, keep=False
+            DECODER, (2,), (plain_table(2, 2, True),), save_attention=True, keep=False
         )
         self.assertExpectedInline(
             text(schedule),
@@ -107,7 +125,7 @@ drop     h0[0]""",
 
     def test_encoder_does_all_pre_first(self):
         schedule = forward_schedule(
-            DECODER, 3, (plain_table(3, False),), train=False, save_attention=True
+            DECODER, (3,), (plain_table(3, 3, False),), train=False, save_attention=True
         )
         self.assertEqual(
             [str(i) for i in schedule if isinstance(i, (Run, Finish))],
@@ -124,64 +142,85 @@ KINDS = st.sampled_from([TileKind.EMPTY, TileKind.FULL, TileKind.PARTIAL])
 
 
 @st.composite
-def tables(draw):
+def blocks(draw):
+    """(shape, table, numbers of chunks) of self-attention or attention to another sequence."""
+    shape = draw(st.sampled_from([DECODER, CROSS]))
     n = draw(st.integers(1, 5))
-    rows = draw(
-        st.lists(st.lists(KINDS, min_size=n, max_size=n), min_size=n, max_size=n)
+    counts = (n,) if shape is DECODER else (n, draw(st.integers(1, 5)))
+    row = st.lists(KINDS, min_size=counts[-1], max_size=counts[-1])
+    rows = draw(st.lists(row, min_size=n, max_size=n))
+    return shape, TileTable(kinds=tuple(map(tuple, rows))), counts
+
+
+def sources_of(shape, region):
+    """(state, results) of a region before attention."""
+    if shape is DECODER:
+        return "h0", ("q", "k", "v")
+    return ("h0", ("q",)) if region == "pre" else ("e", ("k", "v"))
+
+
+@settings(max_examples=120)
+@given(blocks(), st.booleans(), st.booleans())
+def test_forward_invariants(block, train, save):
+    shape, table, counts = block
+    schedule = forward_schedule(
+        shape, counts, (table,), train=train, save_attention=save
     )
-    return TileTable(kinds=tuple(tuple(row) for row in rows))
-
-
-@settings(max_examples=60)
-@given(tables(), st.booleans(), st.booleans())
-def test_forward_invariants(table, train, save):
-    n = len(table.kinds)
-    schedule = forward_schedule(DECODER, n, (table,), train=train, save_attention=save)
-    live: set[tuple[str, int]] = {("h0", i) for i in range(n)}
-    tiles = []
+    state = {("h0", i) for i in range(counts[0])}
+    if shape is CROSS:
+        state |= {("e", i) for i in range(counts[1])}
+    live, tiles = set(state), []
     for step in schedule:
         match step:
-            case Run("pre", i):
-                assert ("h0", i) in live
-                live |= {(name, i) for name in ("q", "k", "v")}
-            case Attend(0, i, j, kind):
-                assert {
-                    ("q", i),
-                    ("k", j),
-                    ("v", j),
-                } <= live and kind is not TileKind.EMPTY
-                tiles.append((i, j))
-            case Finish(0, i):
-                live |= {("o", i), ("o.lse", i)}
             case Run("post", i):
                 assert {("o", i), ("h0", i)} <= live
                 live.add(("h1", i))
+            case Run(region, i):
+                source, made = sources_of(shape, region)
+                assert (source, i) in live
+                live |= {(name, i) for name in made}
+            case Attend(0, i, j, kind):
+                assert {("q", i), ("k", j), ("v", j)} <= live
+                assert kind is not TileKind.EMPTY
+                tiles.append((i, j))
+            case Finish(0, i):
+                live |= {("o", i), ("o.lse", i)}
             case Save(name, i):
                 assert (name, i) in live
             case Drop(name, i):
                 assert (name, i) in live
                 live.discard((name, i))
-    expected = [(i, j) for i in range(n) for j in table.keys_of(i)]
-    assert sorted(tiles) == expected
+    n = counts[0]
+    assert sorted(tiles) == [(i, j) for i in range(n) for j in table.keys_of(i)]
     left = Counter(name for name, _ in live)
     kept = {"h1": n} | ({"h0": n} if train else {})
     kept |= {"o": n, "o.lse": n} if train and save else {}
+    kept |= {"e": counts[1]} if shape is CROSS else {}
     assert left == kept
 
 
-@settings(max_examples=60)
-@given(tables(), st.booleans(), st.booleans())
-def test_backward_invariants(table, save, keep):
-    n = len(table.kinds)
-    schedule = backward_schedule(DECODER, n, (table,), save_attention=save, keep=keep)
-    saved = {"h0"} | ({"o", "o.lse"} if save else set())
-    live = {(name, i) for name in saved for i in range(n)}
+@settings(max_examples=120)
+@given(blocks(), st.booleans(), st.booleans(), st.booleans())
+def test_backward_invariants(block, save, keep, held):
+    shape, table, counts = block
+    if held:
+        shape = replace(shape, held=("e",) if shape.key_state else ())
+    schedule = backward_schedule(
+        shape, counts, (table,), save_attention=save, keep=keep
+    )
+    cross, n = bool(shape.key_state), counts[0]
+    saved = {(name, i) for name in ("h0", *(["o", "o.lse"] * save)) for i in range(n)}
+    states = {("e", i) for i in range(counts[1])} if cross else set()
+    live = saved | states
     done: set[tuple[int, int]] = set()
     posts: set[int] = set()
     for step in schedule:
         match step:
-            case Run("pre", i):
-                live |= {(name, i) for name in ("q", "k", "v")}
+            case Run(region, i):
+                live |= {
+                    (name, i)
+                    for name in sources_of(CROSS if cross else DECODER, region)[1]
+                }
             case Finish(0, i):
                 live |= {("o", i), ("o.lse", i)}
             case RunBackward("post", i):
@@ -191,25 +230,24 @@ def test_backward_invariants(table, save, keep):
                 needed = {("q", i), ("k", j), ("v", j), ("o", i), ("o.lse", i)}
                 assert needed <= live and i in posts
                 done.add((i, j))
-            case RunBackward("pre", i):
-                assert ("h0", i) in live
+            case RunBackward(region, i):
+                source, made = sources_of(CROSS if cross else DECODER, region)
+                assert (source, i) in live
                 touching = {
-                    (a, b) for a in range(n) for b in table.keys_of(a) if i in (a, b)
+                    (a, b)
+                    for a in range(n)
+                    for b in table.keys_of(a)
+                    if ("q" in made and a == i) or ("k" in made and b == i)
                 }
                 assert touching <= done, "a gradient was used before it was complete"
             case Drop(name, i):
                 assert (name, i) in live
                 live.discard((name, i))
-    assert {i for _, i in posts_of(schedule)} == set(range(n))
-    assert live == ({(name, i) for name in saved for i in range(n)} if keep else set())
-
-
-def posts_of(schedule):
-    return [
-        (s.region, s.chunk)
-        for s in schedule
-        if isinstance(s, RunBackward) and s.region == "pre"
-    ]
+    runs = Counter((s.region, s.chunk) for s in schedule if isinstance(s, RunBackward))
+    expected = Counter((region, i) for region in ("pre", "post") for i in range(n))
+    expected.update(("keys1", i) for i in range(counts[1] if cross else 0))
+    assert runs == expected
+    assert live == (saved | states if keep else states if held else set())
 
 
 @settings(max_examples=200)

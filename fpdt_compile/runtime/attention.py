@@ -284,9 +284,9 @@ class TileRunner:
             whole[:, :, rows] = part
             self.grads[which, chunk] = whole
 
-    def has_grad(self, chunk: int) -> bool:
+    def has_grad(self, which: str, chunk: int) -> bool:
         """Whether any tile gave the chunk's q, k or v a gradient."""
-        return any((which, chunk) in self.grads for which in "qkv")
+        return (which, chunk) in self.grads
 
     def take_grad(self, which: str, chunk: int, like: Tensor) -> Tensor:
         """The finished gradient of a chunk of q, k or v, in its own type; zeros if no tile

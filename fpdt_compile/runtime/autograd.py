@@ -110,15 +110,20 @@ class StepRunner:
         self.program = program
         self.make_step = make_step
         self.make_dropped = make_dropped
-        self.shapes: list[tuple[BlockShape, dict[str, str]]] = []
-        previous = None
-        for block in program.blocks:
-            self.shapes.append(block_shape(block, previous))
-            previous = block
-        last = program.blocks[-1] if program.blocks else None
-        self.held = frozenset(
-            () if last is None else (*last.state_in, *(a.name for a in last.attentions))
-        )
+        # What a block reads again in its backward may not be dropped by what comes after it.
+        read = [
+            {*b.state_in, *b.key_state, *(a.name for a in b.attentions)}
+            for b in program.blocks
+        ]
+        self.held: frozenset[str] = frozenset().union(*read)
+        self.shapes: list[tuple[BlockShape, dict[str, str]]] = [
+            block_shape(
+                block,
+                earlier=set().union(*read[: block.index]),
+                later=set().union(*read[block.index + 1 :]),
+            )
+            for block in program.blocks
+        ]
 
     def __call__(self, *inputs: Any) -> list[Any]:
         step = self.make_step(inputs)
@@ -127,10 +132,11 @@ class StepRunner:
         token, *_ = self.apply(step, self.entry_stage(), token, train)
         for index in range(len(self.program.blocks)):
             token, *_ = self.apply(step, self.block_stage(index, train), token, train)
-        results: list[Tensor] = []
-        if self.program.head is not None:
-            _, *results = self.apply(step, self.head_stage(train), token, train)
-        return self.outputs(step, results)
+        named: dict[str, Tensor] = {}
+        for index, head in enumerate(self.program.heads):
+            _, *results = self.apply(step, self.head_stage(index, train), token, train)
+            named.update(zip((r.name for r in head.results), results, strict=True))
+        return self.outputs(step, named)
 
     def apply(
         self, step: Step, stage: Stage, token: Tensor, train: bool
@@ -151,19 +157,20 @@ class StepRunner:
         )
 
         def run(step: Step) -> list[Tensor]:
-            if program.entry is not None:
-                for chunk in range(step.num_chunks):
-                    run_region(step, program.entry, chunk)
-                    for name in program.entry_state:
-                        step.save(name, chunk)
+            for call in program.entries:
+                for chunk in range(len(step.bounds[call.symbol])):
+                    run_region(step, call, chunk)
+                    for result in call.results:
+                        step.save(result.name, chunk)
             return []
 
         def differentiate(
             step: Step, grads: Sequence[Tensor | None], keep: bool
         ) -> None:
-            if program.entry is not None and program.entry.needs_backward:
-                for chunk in range(step.num_chunks):
-                    run_region_backward(step, program.entry, chunk)
+            for call in program.entries:
+                if call.needs_backward:
+                    for chunk in range(len(step.bounds[call.symbol])):
+                        run_region_backward(step, call, chunk)
 
         def input_grad(step: Step, name: str) -> Tensor | None:
             if name not in token_inputs:
@@ -172,7 +179,7 @@ class StepRunner:
 
         return Stage(
             label="entry",
-            inputs=(*differentiable_state([program.entry]), *token_inputs),
+            inputs=(*differentiable_state(program.entries), *token_inputs),
             run=run,
             differentiate=differentiate,
             input_grad=input_grad,
@@ -192,9 +199,7 @@ class StepRunner:
 
         return Stage(
             label=f"block {index}",
-            inputs=differentiable_state(
-                [block.pre, block.post, *block.mixers, *block.attentions]
-            ),
+            inputs=differentiable_state(block.calls),
             run=run,
             differentiate=differentiate,
             input_grad=lambda step, name: step.parameter_grads.take(
@@ -202,9 +207,9 @@ class StepRunner:
             ),
         )
 
-    def head_stage(self, train: bool) -> Stage:
-        call, one_pass = self.program.head, self.program.one_pass and train
-        assert call is not None
+    def head_stage(self, index: int, train: bool) -> Stage:
+        call = self.program.heads[index]
+        one_pass = self.program.one_pass[index] and train
         sums: dict[str, Tensor] = {}
 
         def run(step: Step) -> list[Tensor]:
@@ -250,14 +255,8 @@ class StepRunner:
             ),
         )
 
-    def outputs(self, step: Step, results: Sequence[Tensor]) -> list[Any]:
-        program = self.program
-        named = {}
-        if program.head is not None:
-            named = {
-                r.name: t for r, t in zip(program.head.results, results, strict=True)
-            }
-        whole = {}
+    def outputs(self, step: Step, named: dict[str, Tensor]) -> list[Any]:
+        program, whole = self.program, {}
         if program.epilogue is not None:
             values = program.epilogue({**step.inputs, **step.vectors, **named})
             whole = dict(zip(program.epilogue_outputs, values, strict=True))

@@ -23,18 +23,9 @@ from .chunks import (
     paste,
     same_storage,
 )
-from .program import (
-    BlockProgram,
-    GradForm,
-    GradSlot,
-    MixerCall,
-    OperandKind,
-    RegionCall,
-)
-from .schedule import (
+from .instructions import (
     Attend,
     AttendBackward,
-    BlockShape,
     Drop,
     Finish,
     Instruction,
@@ -44,8 +35,20 @@ from .schedule import (
     Run,
     RunBackward,
     Save,
+)
+from .program import (
+    BlockProgram,
+    GradForm,
+    GradSlot,
+    MixerCall,
+    OperandKind,
+    RegionCall,
+)
+from .schedule import (
+    BlockShape,
     backward_schedule,
     forward_schedule,
+    key_region,
 )
 from .step import Step
 
@@ -67,12 +70,15 @@ class BlockExecutor:
         self.tables = tuple(step.table(a) for a in block.attentions)
         self.runners = [step.tile_runner(a) for a in block.attentions]
         self.regions = {"pre": block.pre, "post": block.post}
+        for n, call in enumerate(block.keys, 1):
+            self.regions[key_region(n)] = call
+        self.counts = tuple(len(step.bounds[symbol]) for symbol in block.symbols)
 
     def forward(self, *, train: bool) -> None:
         self.run(
             forward_schedule(
                 self.shape,
-                self.step.num_chunks,
+                self.counts,
                 self.tables,
                 train=train,
                 save_attention=self.step.save_attention,
@@ -83,7 +89,7 @@ class BlockExecutor:
         self.run(
             backward_schedule(
                 self.shape,
-                self.step.num_chunks,
+                self.counts,
                 self.tables,
                 save_attention=self.step.save_attention,
                 keep=keep,
@@ -98,11 +104,10 @@ class BlockExecutor:
             match instruction:
                 case Run(region, chunk):
                     run_region(self.step, self.regions[region], chunk)
-                case RunBackward("pre", chunk):
-                    self.finish_attention_grads(chunk)
-                    run_region_backward(self.step, self.regions["pre"], chunk)
                 case RunBackward(region, chunk):
-                    run_region_backward(self.step, self.regions[region], chunk)
+                    self.hand_attention_grads(region, chunk)
+                    if self.regions[region] is not None:
+                        run_region_backward(self.step, self.regions[region], chunk)
                 case Attend(attention, query, key, kind):
                     self.attend(attention, query, key, kind)
                 case Finish(attention, query):
@@ -125,8 +130,8 @@ class BlockExecutor:
         self.runners[attention].attend(
             query,
             kind,
-            step.bounds[query],
-            step.bounds[key],
+            step.bounds_of(call.q)[query],
+            step.bounds_of(call.k)[key],
             step.value(call.q, query),
             step.value(call.k, key),
             step.value(call.v, key),
@@ -156,8 +161,8 @@ class BlockExecutor:
             query,
             key,
             kind,
-            step.bounds[query],
-            step.bounds[key],
+            step.bounds_of(call.q)[query],
+            step.bounds_of(call.k)[key],
             (
                 self.step.grads.grads[grad_key],
                 step.value(call.q, query),
@@ -168,14 +173,21 @@ class BlockExecutor:
             ),
         )
 
-    def finish_attention_grads(self, chunk: int) -> None:
-        """The chunk's dq, dk, dv are complete: hand them to the values they belong to."""
+    def hand_attention_grads(self, region: str, chunk: int) -> None:
+        """Chunk's dq, dk or dv are complete: hand those of ``region`` to the values they are of."""
         step = self.step
-        for call, runner in zip(self.block.attentions, self.runners, strict=True):
-            step.grads.take((call.name, chunk))
-            if not runner.has_grad(chunk):
+        for a, (call, runner) in enumerate(
+            zip(self.block.attentions, self.runners, strict=True)
+        ):
+            values = {}
+            if region == "pre":
+                step.grads.take((call.name, chunk))
+                values["q"] = call.q
+            if region == key_region(self.shape.key_sequences[a]):
+                values.update(k=call.k, v=call.v)
+            if not any(runner.has_grad(which, chunk) for which in values):
                 continue
-            for which, name in (("q", call.q), ("k", call.k), ("v", call.v)):
+            for which, name in values.items():
                 grad = runner.take_grad(which, chunk, step.value(name, chunk))
                 if step.program.needs_grad[name]:
                     step.grads.add((name, chunk), grad, owned=True)
@@ -250,24 +262,28 @@ def mixer_inputs(step: Step, call: MixerCall) -> list[Any]:
     return flat
 
 
+def chunks_of(step: Step, name: str) -> range:
+    return range(len(step.bounds_of(name)))
+
+
 def gather(step: Step, name: str) -> Tensor:
     """A whole tensor from its chunks."""
     if name in step.inputs:
         return step.inputs[name].detach()
-    return assemble(step, name, [step.value(name, i) for i in range(step.num_chunks)])
+    return assemble(step, name, [step.value(name, i) for i in chunks_of(step, name)])
 
 
 def assemble(step: Step, name: str, pieces: Sequence[Tensor]) -> Tensor:
     axis = step.program.axes[name]
-    whole = empty_whole(pieces[0], axis, step.symbols, step.length)
-    for piece, (start, _) in zip(pieces, step.bounds, strict=True):
+    whole = empty_whole(pieces[0], axis, step.symbols, step.symbols[axis.symbol])
+    for piece, (start, _) in zip(pieces, step.bounds[axis.symbol], strict=True):
         paste(whole, piece, axis, step.symbols, start)
     return whole
 
 
 def whole_grad(step: Step, name: str) -> Tensor | None:
     """The gradient of a whole value from its chunks'; None if no chunk has one."""
-    found = [step.take_value_grad(name, i) for i in range(step.num_chunks)]
+    found = [step.take_value_grad(name, i) for i in chunks_of(step, name)]
     if all(grad is None for grad in found):
         return None
     pieces = [
@@ -281,7 +297,7 @@ def scatter(step: Step, name: str, whole: Tensor) -> list[Tensor]:
     axis = step.program.axes[name]
     return [
         join_axis(cut(whole, axis, step.symbols, start, end), axis)
-        for start, end in step.bounds
+        for start, end in step.bounds[axis.symbol]
     ]
 
 

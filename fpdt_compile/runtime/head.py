@@ -31,9 +31,9 @@ class HeadExecutor:
         """The results, totals summed and token values whole, in the order of ``call.results``."""
         step, call = self.step, self.call
         sums: list[Tensor | None] = [None] * len(call.results)
-        for chunk in range(step.num_chunks):
+        for chunk, bounds in enumerate(step.bounds[call.symbol]):
             buffers: dict[str, Tensor] = {}
-            for piece in step.head_pieces(chunk):
+            for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
                 if one_pass:
                     flat = call.body.forward_backward(inputs)
@@ -60,7 +60,8 @@ class HeadExecutor:
         step, result = self.step, self.call.results[index]
         if result.axis is not None:
             if have is None:
-                have = empty_whole(part, result.axis, step.symbols, step.length)
+                length = step.symbols[result.axis.symbol]
+                have = empty_whole(part, result.axis, step.symbols, length)
                 self.note_dtype(index, part)
             paste(have, part, result.axis, step.symbols, piece[0])
             return have
@@ -108,20 +109,20 @@ class HeadExecutor:
         step = self.step
         axis = step.program.axes[name]
         if name not in buffers:
-            start, end = step.bounds[chunk]
+            start, end = step.bounds[axis.symbol][chunk]
             joined = join_axis(grad, axis)
             buffers[name] = empty_whole(joined, axis, step.symbols, end - start)
         target, dim = split_axis(buffers[name], axis, step.symbols)
-        offset = piece[0] - step.bounds[chunk][0]
+        offset = piece[0] - step.bounds[axis.symbol][chunk][0]
         target.narrow(dim, offset, piece[1] - piece[0]).copy_(grad)
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> None:
         """Recompute each piece and differentiate it for the gradients of its results."""
         step, call = self.step, self.call
         wanted = [(i, r) for i, r in enumerate(call.results) if r.needs_grad]
-        for chunk in range(step.num_chunks):
+        for chunk, bounds in enumerate(step.bounds[call.symbol]):
             buffers: dict[str, Tensor] = {}
-            for piece in step.head_pieces(chunk):
+            for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
                 upstream = [self.piece_grad(grads[i], i, piece) for i, _ in wanted]
                 flat = call.body.backward(inputs, upstream)

@@ -90,9 +90,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionCall:
-    """A region: a body with this block's operands and results."""
+    """A region: a body with this block's operands and results.
+
+    Its chunks are those of the sequence whose length is ``symbol``.
+    """
 
     label: str
+    symbol: sympy.Symbol
     body: Body
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
@@ -108,7 +112,8 @@ class RegionCall:
 class AttentionCall:
     """One attention over values ``q``, ``k``, ``v``; its output is the value ``name``.
 
-    ``lse`` names the logsumexp value. ``dtype`` is what the op computes in (autocast may cast).
+    ``key_symbol`` is the length of the sequence of k and v. ``lse`` names the logsumexp value.
+    ``dtype`` is what the op computes in (autocast may cast).
     ``score``, ``sinks``, ``seed`` and ``dropout_p`` as in :class:`Attention`; ``operands`` are the
     parameters its score arithmetic reads.
     """
@@ -117,6 +122,7 @@ class AttentionCall:
     q: str
     k: str
     v: str
+    key_symbol: sympy.Symbol
     mask: MaskGraph | None
     is_causal: bool
     scale: float | None
@@ -147,16 +153,27 @@ class MixerCall:
 class BlockProgram:
     """state_in -> pre -> attentions and mixers -> post -> state_out, by value names.
 
-    ``pre`` / ``post`` are None when there is nothing to compute.
+    ``pre`` / ``post`` are None when there is nothing to compute. All these belong to the sequence
+    whose length is ``symbols[0]``; attentions and mixers may read values of others, which ``keys``
+    (one region for each of ``symbols[1:]``, or None) makes from ``key_state``.
     """
 
     index: int
+    symbols: tuple[sympy.Symbol, ...]
     pre: RegionCall | None
+    keys: tuple[RegionCall | None, ...]
     attentions: tuple[AttentionCall, ...]
     mixers: tuple[MixerCall, ...]
     post: RegionCall | None
     state_in: tuple[str, ...]
+    key_state: tuple[str, ...]
+    key_symbols: dict[str, sympy.Symbol]  # of key_state
     state_out: tuple[str, ...]
+
+    @property
+    def calls(self) -> tuple[RegionCall | AttentionCall | MixerCall | None, ...]:
+        """Everything the block runs."""
+        return (self.pre, *self.keys, self.post, *self.mixers, *self.attentions)
 
 
 class OutputKind(enum.Enum):
@@ -181,29 +198,25 @@ class OutputSpec:
 class ChunkProgram:
     """Everything a step needs. ``axes`` and ``needs_grad`` are per value name.
 
-    ``one_pass``: the head computes its gradients in its forward (one total, nothing else
-    differentiable leaves it).
+    There is an entry and a head per sequence that has one. ``one_pass``, per head: it computes its
+    gradients in its forward (one total, nothing else differentiable leaves it).
     """
 
     input_names: tuple[str, ...]
     prologue: Callable[[dict[str, Any]], list[Any]] | None
     vector_names: tuple[str, ...]
-    entry: RegionCall | None
+    entries: tuple[RegionCall, ...]
     entry_state: tuple[str, ...]
     blocks: tuple[BlockProgram, ...]
-    head: RegionCall | None
-    one_pass: bool
+    heads: tuple[RegionCall, ...]
+    one_pass: tuple[bool, ...]
     epilogue: Callable[[dict[str, Any]], list[Any]] | None
     epilogue_outputs: tuple[str, ...]
     outputs: tuple[OutputSpec, ...]
-    token_symbol: sympy.Symbol
+    token_symbols: tuple[sympy.Symbol, ...]
     axes: dict[str, TokenAxis]
     needs_grad: dict[str, bool]
     symbol_sources: dict[sympy.Symbol, tuple[int, int | None]]
-
-    @property
-    def exit_state(self) -> tuple[str, ...]:
-        return self.blocks[-1].state_out if self.blocks else self.entry_state
 
     def symbols(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of every size symbol at this call."""

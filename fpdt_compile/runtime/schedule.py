@@ -1,183 +1,87 @@
 """The schedule: a block's forward and backward as a list of instructions over chunks.
 
-In: a block of the program, the number of chunks, the tile table of each attention, and the plan's
+In: a block of the program, the numbers of chunks, the tile table of each attention, and the plan's
 choices. Out: a tuple of instructions; the executor runs them in order, and decides nothing.
 
 Forward, chunk by chunk: pre; every attend of this chunk's queries; post; the block's result is put
 into the store. A mask that lets queries see later chunks pulls those chunks' pre forward, so an
-encoder does all pre first, then all attends, without a case of its own.
+encoder does all pre first, then all attends, without a case of its own. Keys and values of another
+sequence are made when a query chunk first attends to them.
 
-Backward, queries outer, last chunk first: all pre (recomputed), then for each chunk the backward of
-post, the tiles of its queries, and, as soon as a chunk's dq, dk and dv are complete, the backward
-of pre. For a causal mask that is right after its own tiles.
+Backward, queries outer, last chunk first: all pre and keys (recomputed), then for each chunk the
+backward of post, the tiles of its queries, and, as soon as a chunk's dq, dk and dv are complete,
+the backward of pre (or keys). For a causal mask that is right after its own tiles.
+
+A block's sequences are numbered: 0 is the queries' (and of all else in the block), the others are
+those that attentions take keys and values from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..graph import TileKind, TileTable
+from ..graph import TileTable
+from .instructions import (
+    Attend,
+    AttendBackward,
+    Drop,
+    Finish,
+    Instruction,
+    Mix,
+    MixBackward,
+    Prefetch,
+    Run,
+    RunBackward,
+    Save,
+)
 from .program import BlockProgram, OperandKind, RegionCall
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run a region's forward on one chunk."""
-
-    region: str
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"run      {self.region}[{self.chunk}]"
+Value = tuple[int, str]  # (sequence, name)
 
 
-@dataclass(frozen=True, slots=True)
-class RunBackward:
-    """Recompute a region on one chunk and take its gradients."""
-
-    region: str
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"backward {self.region}[{self.chunk}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """Merge one tile into the running softmax of a query chunk."""
-
-    attention: int
-    query: int
-    key: int
-    kind: TileKind
-
-    def __str__(self) -> str:
-        return f"attend   a{self.attention} q[{self.query}] k[{self.key}] {self.kind.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The query chunk has seen all its keys: its output and logsumexp become values."""
-
-    attention: int
-    query: int
-
-    def __str__(self) -> str:
-        return f"finish   a{self.attention} q[{self.query}]"
-
-
-@dataclass(frozen=True, slots=True)
-class AttendBackward:
-    """Add one tile's part to dq of the query chunk and dk, dv of the key chunk."""
-
-    attention: int
-    query: int
-    key: int
-    kind: TileKind
-
-    def __str__(self) -> str:
-        return f"attend'  a{self.attention} q[{self.query}] k[{self.key}] {self.kind.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Gather a mixer's inputs, run it whole, cut its outputs into chunks."""
-
-    mixer: int
-
-    def __str__(self) -> str:
-        return f"mix      m{self.mixer}"
-
-
-@dataclass(frozen=True, slots=True)
-class MixBackward:
-    """Gather inputs and output gradients, differentiate the mixer whole, cut the gradients."""
-
-    mixer: int
-
-    def __str__(self) -> str:
-        return f"mix'     m{self.mixer}"
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Move a value to the tier where it waits for the backward (or the next block)."""
-
-    name: str
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"save     {self.name}[{self.chunk}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """Start to bring a saved value back."""
-
-    name: str
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"prefetch {self.name}[{self.chunk}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """A value is not needed any more."""
-
-    name: str
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"drop     {self.name}[{self.chunk}]"
-
-
-Instruction = (
-    Run
-    | RunBackward
-    | Attend
-    | Finish
-    | AttendBackward
-    | Mix
-    | MixBackward
-    | Save
-    | Prefetch
-    | Drop
-)
-
-
-def text(instructions: Sequence[Instruction]) -> str:
-    """The schedule as text, one instruction a line."""
-    return "\n".join(str(i) for i in instructions)
+def key_region(sequence: int) -> str:
+    """The region that makes keys and values of a sequence."""
+    return f"keys{sequence}" if sequence else "pre"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
-    """What a block's schedule depends on; hashable, so equal blocks share a schedule."""
+    """What a block's schedule depends on; hashable, so equal blocks share a schedule.
 
-    pre: tuple[str, ...] | None  # names pre computes
-    post: tuple[str, ...] | None
-    attentions: tuple[tuple[str, ...], ...]  # name, lse, q, k, v
-    num_mixers: int
-    mixer_values: tuple[str, ...]  # inputs and outputs of mixers that are per token
+    ``pre`` are the names that region computes; ``keys`` the same for sequences 1 and up (None: no
+    such region). ``attentions`` are (name, lse, q, k, v), ``key_sequences`` where their keys are.
+    ``held`` are values that the backward of an earlier block reads too, ``later`` those that a
+    later block's forward reads.
+    """
+
     state_in: tuple[str, ...]
+    key_state: tuple[Value, ...]
+    pre: tuple[str, ...] | None
+    keys: tuple[tuple[str, ...] | None, ...]
+    attentions: tuple[tuple[str, ...], ...]
+    key_sequences: tuple[int, ...]
+    num_mixers: int
+    mixer_values: tuple[Value, ...]  # inputs and outputs of mixers that are per token
+    post: tuple[str, ...] | None
     state_out: tuple[str, ...]
     pre_backward: bool
+    keys_backward: tuple[bool, ...]
     post_backward: bool
-    held: tuple[
-        str, ...
-    ]  # part of state_in that the previous block's backward reads too
+    held: tuple[str, ...]
+    later: tuple[str, ...]
 
 
 def block_shape(
-    block: BlockProgram, previous: BlockProgram | None
+    block: BlockProgram, *, earlier: Collection[str], later: Collection[str]
 ) -> tuple[BlockShape, dict[str, str]]:
     """A block's shape in names of its own (v0, v1, ...), and what each stands for.
 
     Blocks of equal structure have equal shapes, so a schedule is made once for all of them.
+    ``earlier`` / ``later`` are the names that blocks before / after this one read.
     """
     short: dict[str, str] = {}
+    sequence = {symbol: n for n, symbol in enumerate(block.symbols)}
 
     def own(name: str) -> str:
         return short.setdefault(name, f"v{len(short)}")
@@ -188,29 +92,36 @@ def block_shape(
     def results(call: RegionCall | None) -> tuple[str, ...] | None:
         return None if call is None else owns(r.name for r in call.results)
 
-    mixed: dict[str, None] = {}
+    def trains(call: RegionCall | None) -> bool:
+        return call is not None and call.needs_backward
+
+    mixed: dict[str, int] = {}
     for mixer in block.mixers:
-        for operand in mixer.operands:
-            if operand.kind is OperandKind.TOKEN:
-                mixed.setdefault(operand.name)
-        for result in mixer.results:
-            mixed.setdefault(result.name)
-    earlier: set[str] = set()
-    if previous is not None:
-        earlier = {*previous.state_in, *(a.name for a in previous.attentions)}
+        for x in (*mixer.operands, *mixer.results):
+            if getattr(x, "kind", OperandKind.TOKEN) is OperandKind.TOKEN:
+                assert x.axis is not None
+                mixed.setdefault(x.name, sequence[x.axis.symbol])
+    read = (*block.state_in, *block.key_state)
     shape = BlockShape(
         state_in=owns(block.state_in),
-        held=owns(name for name in block.state_in if name in earlier),
+        key_state=tuple(
+            (sequence[block.key_symbols[name]], own(name)) for name in block.key_state
+        ),
         pre=results(block.pre),
+        keys=tuple(results(call) for call in block.keys),
         attentions=tuple(
             owns((a.name, a.lse, a.q, a.k, a.v)) for a in block.attentions
         ),
+        key_sequences=tuple(sequence[a.key_symbol] for a in block.attentions),
         num_mixers=len(block.mixers),
-        mixer_values=owns(mixed),
+        mixer_values=tuple((n, own(name)) for name, n in mixed.items()),
         post=results(block.post),
         state_out=owns(block.state_out),
-        pre_backward=block.pre is not None and block.pre.needs_backward,
-        post_backward=block.post is not None and block.post.needs_backward,
+        pre_backward=trains(block.pre),
+        keys_backward=tuple(trains(call) for call in block.keys),
+        post_backward=trains(block.post),
+        held=owns(name for name in read if name in earlier),
+        later=owns(name for name in read if name in later),
     )
     return shape, {short_name: name for name, short_name in short.items()}
 
@@ -219,11 +130,14 @@ class _Lifetimes:
     """Which attentions still need which key chunk."""
 
     def __init__(
-        self, shape: BlockShape, tables: Sequence[TileTable], num_chunks: int
+        self, shape: BlockShape, tables: Sequence[TileTable], counts: Sequence[int]
     ) -> None:
-        self.waiting = [[set() for _ in range(num_chunks)] for _ in shape.attentions]
+        self.shape = shape
+        self.waiting = [
+            [set() for _ in range(counts[sequence])] for sequence in shape.key_sequences
+        ]
         for a, table in enumerate(tables):
-            for i in range(num_chunks):
+            for i in range(counts[0]):
                 for j in table.keys_of(i):
                     self.waiting[a][j].add(i)
 
@@ -231,94 +145,132 @@ class _Lifetimes:
         for j in keys:
             self.waiting[attention][j].discard(query)
 
-    def free(self, attention: int, key: int) -> bool:
-        return not self.waiting[attention][key]
+    def free(self, sequence: int, key: int, names: Collection[str] = ()) -> bool:
+        """Whether no attention (of these keys or values) needs the key chunk any more."""
+        return not any(
+            self.waiting[a][key]
+            for a, attention in enumerate(self.shape.attentions)
+            if self.shape.key_sequences[a] == sequence
+            and (not names or {*names} & {*attention[3:]})
+        )
+
+
+class _Writer:
+    """A list of instructions; a value is dropped at most once."""
+
+    def __init__(self, kept: Collection[str]) -> None:
+        self.out: list[Instruction] = []
+        self.kept = kept
+        self.dropped: set[tuple[str, int]] = set()
+
+    def add(self, *instructions: Instruction) -> None:
+        self.out.extend(instructions)
+
+    def drop(self, name: str, chunk: int) -> None:
+        if name not in self.kept and (name, chunk) not in self.dropped:
+            self.dropped.add((name, chunk))
+            self.out.append(Drop(name, chunk))
 
 
 def forward_schedule(
     shape: BlockShape,
-    num_chunks: int,
+    counts: tuple[int, ...],
     tables: Sequence[TileTable],
     *,
     train: bool,
     save_attention: bool,
 ) -> tuple[Instruction, ...]:
-    """A block's forward. ``train`` keeps state_in for the backward; else it is dropped."""
-    out: list[Instruction] = []
-    lives = _Lifetimes(shape, tables, num_chunks)
-    ready: set[int] = set()
-    kept = {*shape.state_in, *shape.state_out}
+    """A block's forward. ``train`` keeps the state for the backward; else it is dropped.
 
-    def prepare(chunk: int) -> None:
-        if chunk in ready:
+    ``counts`` are the numbers of chunks of the block's sequences.
+    """
+    state = {*shape.state_in, *(name for _, name in shape.key_state)}
+    kept = {*shape.later, *shape.state_out, *(state if train else ())}
+    write, lives = _Writer(kept), _Lifetimes(shape, tables, counts)
+    ready: set[tuple[int, int]] = set()
+
+    def prepare(sequence: int, chunk: int) -> None:
+        if (sequence, chunk) in ready:
             return
-        ready.add(chunk)
-        if shape.pre is not None:
-            out.append(Run("pre", chunk))
+        ready.add((sequence, chunk))
+        if has_region(shape, sequence):
+            write.add(Run(key_region(sequence), chunk))
 
-    def prefetch(chunk: int) -> None:
-        if chunk < num_chunks and chunk not in ready:
-            out.extend(Prefetch(name, chunk) for name in shape.state_in)
+    def prefetch(sequence: int, chunk: int) -> None:
+        if chunk < counts[sequence] and (sequence, chunk) not in ready:
+            write.add(*(Prefetch(name, chunk) for name in state_of(shape, sequence)))
 
     if shape.num_mixers:
-        for i in range(num_chunks):
-            prefetch(i + 1)
-            prepare(i)
-        out.extend(Mix(m) for m in range(shape.num_mixers))
-    dropped: set[tuple[str, int]] = set()
+        for n, count in enumerate(counts):
+            for i in range(count):
+                prefetch(n, i + 1)
+                prepare(n, i)
+        write.add(*(Mix(m) for m in range(shape.num_mixers)))
 
-    def drop(name: str, chunk: int) -> None:
-        if name not in kept and (name, chunk) not in dropped:
-            dropped.add((name, chunk))
-            out.append(Drop(name, chunk))
-
-    for i in range(num_chunks):
-        needed = sorted({i}.union(*(table.keys_of(i) for table in tables)))
-        for j in needed:
-            prepare(j)
-        prefetch(i + 1)
+    for i in range(counts[0]):
+        prepare(0, i)
+        for a, table in enumerate(tables):
+            for j in table.keys_of(i):
+                sequence = shape.key_sequences[a]
+                if sequence:
+                    prefetch(sequence, j + 1)
+                prepare(sequence, j)
+        prefetch(0, i + 1)
         for a, table in enumerate(tables):
             keys = table.keys_of(i)
-            out.extend(Attend(a, i, j, table.kinds[i][j]) for j in keys)
-            out.append(Finish(a, i))
+            write.add(*(Attend(a, i, j, table.kinds[i][j]) for j in keys))
+            write.add(Finish(a, i))
             lives.done(a, i, keys)
         for _, _, q, _, _ in shape.attentions:
-            if not is_key_or_value(shape, q):
-                drop(q, i)
-        for j in range(num_chunks):
-            for _, _, _, k, v in shape.attentions:
-                if (
-                    j in ready
-                    and j <= i
-                    and all(
-                        lives.free(b, j)
-                        for b, other in enumerate(shape.attentions)
-                        if {k, v} & {*other[3:]}
-                    )
-                ):
-                    drop(k, j)
-                    drop(v, j)
+            if not is_key_or_value(shape, q) and q not in state:
+                write.drop(q, i)
+        for a, (_, _, _, k, v) in enumerate(shape.attentions):
+            sequence = shape.key_sequences[a]
+            for j in range(counts[sequence] if sequence else i + 1):
+                if (sequence, j) in ready and lives.free(sequence, j, (k, v)):
+                    for name in {k: 0, v: 0}:
+                        if name not in state:
+                            write.drop(name, j)
         if shape.post is not None:
-            out.append(Run("post", i))
+            write.add(Run("post", i))
         for name in shape.state_out:
             if name not in shape.state_in:
-                out.append(Save(name, i))
+                write.add(Save(name, i))
         for name, lse, _, _, _ in shape.attentions:
             if train and save_attention:
                 if name not in shape.state_out:
-                    out.append(Save(name, i))
-                out.append(Save(lse, i))
+                    write.add(Save(name, i))
+                write.add(Save(lse, i))
             else:
-                drop(name, i)
-                drop(lse, i)
-        for name in shape.mixer_values:
-            drop(name, i)
-        if not train:
-            for name in shape.state_in:
-                if name not in shape.state_out and (name, i) not in dropped:
-                    dropped.add((name, i))
-                    out.append(Drop(name, i))
-    return tuple(out)
+                write.drop(name, i)
+                write.drop(lse, i)
+        for sequence, name in shape.mixer_values:
+            if sequence == 0 and name not in state:
+                write.drop(name, i)
+        for name in shape.state_in:
+            if not is_key_or_value(shape, name):
+                write.drop(name, i)
+    for sequence, name in (*shape.key_state, *shape.mixer_values, *own_keys(shape)):
+        for j in range(counts[sequence]):
+            write.drop(name, j)
+    return tuple(write.out)
+
+
+def own_keys(shape: BlockShape) -> list[Value]:
+    """State that attention reads as it is."""
+    return [(0, name) for name in shape.state_in if is_key_or_value(shape, name)]
+
+
+def has_region(shape: BlockShape, sequence: int) -> bool:
+    names = shape.pre if sequence == 0 else shape.keys[sequence - 1]
+    return names is not None
+
+
+def state_of(shape: BlockShape, sequence: int) -> tuple[str, ...]:
+    """The state that the region of a sequence starts from."""
+    if sequence == 0:
+        return shape.state_in
+    return tuple(name for n, name in shape.key_state if n == sequence)
 
 
 def is_key_or_value(shape: BlockShape, name: str) -> bool:
@@ -327,87 +279,90 @@ def is_key_or_value(shape: BlockShape, name: str) -> bool:
 
 def backward_schedule(
     shape: BlockShape,
-    num_chunks: int,
+    counts: tuple[int, ...],
     tables: Sequence[TileTable],
     *,
     save_attention: bool,
     keep: bool,
 ) -> tuple[Instruction, ...]:
     """A block's backward. ``keep``: the graph is retained, so saved values stay."""
-    out: list[Instruction] = []
-    lives = _Lifetimes(shape, tables, num_chunks)
-    saved = {*shape.state_in, *shape.state_out}
-    if save_attention:
-        saved.update(n for a in shape.attentions for n in a[:2])
-    dropped: set[tuple[str, int]] = set()
-
-    def drop(name: str, chunk: int) -> None:
-        if (name, chunk) in dropped or (keep and name in saved):
-            return
-        dropped.add((name, chunk))
-        out.append(Drop(name, chunk))
-
-    def prefetch(names: Sequence[str], chunk: int) -> None:
-        if 0 <= chunk < num_chunks:
-            out.extend(Prefetch(name, chunk) for name in names)
-
-    recompute = shape.pre is not None and (shape.pre_backward or shape.attentions)
-    if recompute or shape.num_mixers:
-        for i in range(num_chunks):
-            prefetch(shape.state_in, i + 1)
-            if shape.pre is not None:
-                out.append(Run("pre", i))
-    if shape.num_mixers:
-        out.extend(Mix(m) for m in range(shape.num_mixers))
+    lives = _Lifetimes(shape, tables, counts)
+    state = {*shape.state_in, *(name for _, name in shape.key_state)}
     saved_names = [n for a in shape.attentions for n in a[:2]] if save_attention else []
+    write = _Writer({*state, *shape.state_out, *saved_names} if keep else ())
+    num_chunks = counts[0]
+
+    def prefetch(names: Sequence[str], chunk: int, count: int = num_chunks) -> None:
+        if 0 <= chunk < count:
+            write.add(*(Prefetch(name, chunk) for name in names))
+
+    for n, count in enumerate(counts):
+        backward = shape.pre_backward if n == 0 else shape.keys_backward[n - 1]
+        needed = has_region(shape, n) and (backward or shape.attentions)
+        if needed or shape.num_mixers:
+            for i in range(count):
+                prefetch(state_of(shape, n), i + 1, count)
+                if has_region(shape, n):
+                    write.add(Run(key_region(n), i))
+    write.add(*(Mix(m) for m in range(shape.num_mixers)))
     finished: set[int] = set()
-    pre_done: set[int] = set()
+    done: set[tuple[int, int]] = set()
 
     def post(i: int) -> None:
         prefetch([*saved_names, *shape.state_in], i - 1)
         if not save_attention:
             for a, table in enumerate(tables):
-                out.extend(Attend(a, i, j, table.kinds[i][j]) for j in table.keys_of(i))
-                out.append(Finish(a, i))
+                write.add(
+                    *(Attend(a, i, j, table.kinds[i][j]) for j in table.keys_of(i))
+                )
+                write.add(Finish(a, i))
         if shape.post_backward:
-            out.append(RunBackward("post", i))
+            write.add(RunBackward("post", i))
 
     def tiles(i: int) -> None:
         for a, table in enumerate(tables):
             keys = table.keys_of(i)
-            out.extend(AttendBackward(a, i, j, table.kinds[i][j]) for j in keys)
+            write.add(*(AttendBackward(a, i, j, table.kinds[i][j]) for j in keys))
             lives.done(a, i, keys)
         for name, lse, _, _, _ in shape.attentions:
             if name not in shape.state_in:
-                drop(name, i)
-            drop(lse, i)
+                write.drop(name, i)
+            write.drop(lse, i)
         finished.add(i)
 
-    def pre(i: int) -> None:
-        pre_done.add(i)
-        if shape.pre_backward:
-            out.append(RunBackward("pre", i))
-        for name in (*(shape.pre or ()), *shape.mixer_values):
-            if name not in shape.state_in:
-                drop(name, i)
-        for name in shape.state_in:
+    def before(sequence: int, i: int) -> None:
+        """The backward of pre (or keys), once what it made has all its gradients."""
+        done.add((sequence, i))
+        if sequence == 0:
+            backward, made = shape.pre_backward, shape.pre
+        else:
+            backward, made = shape.keys_backward[sequence - 1], shape.keys[sequence - 1]
+        if backward or shape.attentions:
+            write.add(RunBackward(key_region(sequence), i))
+        for name in made or ():
+            if name not in state:
+                write.drop(name, i)
+        for n, name in shape.mixer_values:
+            if n == sequence and name not in state:
+                write.drop(name, i)
+        for name in state_of(shape, sequence):
             if name not in shape.held:
-                drop(name, i)
+                write.drop(name, i)
 
-    order = list(reversed(range(num_chunks)))
-    if shape.num_mixers:
-        for i in order:
-            post(i)
-            tiles(i)
-        out.extend(MixBackward(m) for m in range(shape.num_mixers))
-    for i in order:
+    def before_all_complete() -> None:
+        for sequence, count in enumerate(counts):
+            for c in reversed(range(count)):
+                own = sequence == 0
+                complete = lives.free(sequence, c) and (c in finished or not own)
+                if complete and (sequence, c) not in done:
+                    before(sequence, c)
+
+    for i in reversed(range(num_chunks)):
+        post(i)
+        tiles(i)
         if not shape.num_mixers:
-            post(i)
-            tiles(i)
-        for c in order:
-            complete = c in finished and all(
-                lives.free(a, c) for a in range(len(shape.attentions))
-            )
-            if complete and c not in pre_done:
-                pre(c)
-    return tuple(out)
+            before_all_complete()
+    if shape.num_mixers:
+        write.add(*(MixBackward(m) for m in range(shape.num_mixers)))
+        before_all_complete()
+    return tuple(write.out)

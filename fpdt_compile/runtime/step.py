@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from .program import (
 from .scores import ScoreEvaluator
 from .stores import ValueStore
 
+MaskKey = tuple[str, sympy.Symbol, sympy.Symbol]
+
 
 class Step:
     """State of one call. ``options`` holds the plan's choices."""
@@ -43,8 +46,10 @@ class Step:
     ) -> None:
         self.program = program
         self.symbols = program.symbols(inputs)
-        self.length = self.symbols[program.token_symbol]
-        self.bounds: Bounds = chunk_bounds(self.length, chunk_len)
+        self.bounds: dict[sympy.Symbol, Bounds] = {
+            symbol: chunk_bounds(self.symbols[symbol], chunk_len)
+            for symbol in program.token_symbols
+        }
         self.head_len = head_len
         self.tier = tier
         self.save_attention = save_attention
@@ -58,16 +63,20 @@ class Step:
         self.random_states: dict[str, tuple[Tensor, Tensor | None]] = {}
         self.result_shapes: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self.parameter_grads = ParameterGradients()
-        self.masks: dict[str, MaskEvaluator] = {}
-        self.tables: dict[str, TileTable] = {}
+        self.masks: dict[MaskKey, MaskEvaluator] = {}
+        self.tables: dict[MaskKey, TileTable] = {}
         if program.prologue is not None:
             with torch.no_grad():
                 values = program.prologue(self.inputs)
             self.vectors = dict(zip(program.vector_names, values, strict=True))
 
-    @property
-    def num_chunks(self) -> int:
-        return len(self.bounds)
+    def bounds_of(self, name: str) -> Bounds:
+        """The chunks of the sequence a value (or vector) belongs to."""
+        return self.bounds[self.program.axes[name].symbol]
+
+    def length_of(self, name: str) -> int:
+        """The length of that sequence."""
+        return self.symbols[self.program.axes[name].symbol]
 
     def whole(self, name: str) -> Any:
         """A vector or a graph input."""
@@ -80,7 +89,8 @@ class Step:
         if (name, chunk) in self.store:
             return self.store.get((name, chunk))
         axis = self.program.axes[name]
-        piece = cut(self.whole(name).detach(), axis, self.symbols, *self.bounds[chunk])
+        bounds = self.bounds[axis.symbol][chunk]
+        piece = cut(self.whole(name).detach(), axis, self.symbols, *bounds)
         return join_axis(piece, axis)
 
     def put(self, name: str, chunk: int, value: Tensor) -> None:
@@ -109,8 +119,9 @@ class Step:
         if operand.kind in (OperandKind.STATE, OperandKind.WHOLE):
             value = self.whole(operand.name)
             return value.detach() if isinstance(value, Tensor) else value
-        start, end = piece if piece is not None else self.bounds[chunk]
         assert operand.axis is not None
+        bounds = self.bounds[operand.axis.symbol]
+        start, end = piece if piece is not None else bounds[chunk]
         if operand.kind is OperandKind.VECTOR:
             value = cut(
                 self.whole(operand.name), operand.axis, self.symbols, start, end
@@ -120,7 +131,7 @@ class Step:
                 self.value(operand.name, chunk), operand.axis, self.symbols
             )
             if piece is not None:
-                value = value.narrow(dim, start - self.bounds[chunk][0], end - start)
+                value = value.narrow(dim, start - bounds[chunk][0], end - start)
         return arrange(value.detach(), operand.dim_order)
 
     def operands(
@@ -128,9 +139,9 @@ class Step:
     ) -> list[Any]:
         return [self.operand(o, chunk, piece) for o in call.operands]
 
-    def head_pieces(self, chunk: int) -> Bounds:
+    def head_pieces(self, bounds: tuple[int, int]) -> Bounds:
         """The pieces the head runs a chunk in, in global token numbers."""
-        start, end = self.bounds[chunk]
+        start, end = bounds
         return tuple(
             (start + a, start + b) for a, b in chunk_bounds(end - start, self.head_len)
         )
@@ -154,15 +165,22 @@ class Step:
 
     # masks ------------------------------------------------------------------
 
-    def mask(self, graph: MaskGraph | None) -> MaskEvaluator | None:
+    def mask(self, call: AttentionCall) -> MaskEvaluator | None:
+        graph = call.mask
         if graph is None:
             return None
-        if graph.name not in self.masks:
+        key = self.mask_key(call)
+        if key not in self.masks:
             leaves = {leaf.name: self.whole(leaf.name) for leaf in graph.leaves}
-            self.masks[graph.name] = MaskEvaluator(
-                graph, leaves, self.length, self.length, self.symbols
-            )
-        return self.masks[graph.name]
+            lengths = self.length_of(call.q), self.length_of(call.k)
+            self.masks[key] = MaskEvaluator(graph, leaves, *lengths, self.symbols)
+        return self.masks[key]
+
+    def mask_key(self, call: AttentionCall) -> MaskKey:
+        """Equal for attentions of equal tiles."""
+        axes, mask = self.program.axes, call.mask
+        name = mask.name if mask is not None else f"causal={call.is_causal}"
+        return name, axes[call.q].symbol, axes[call.k].symbol
 
     def evaluator(self, graph: ScoreGraph | MaskGraph | None) -> ScoreEvaluator | None:
         """Score arithmetic (or sink logits) with the values of its leaves."""
@@ -174,7 +192,7 @@ class Step:
     def tile_runner(self, call: AttentionCall) -> TileRunner:
         return TileRunner(
             call,
-            self.mask(call.mask),
+            self.mask(call),
             self.evaluator(call.score),
             self.evaluator(call.sinks),
             None if call.seed is None else self.whole(call.seed),
@@ -182,23 +200,27 @@ class Step:
 
     def table(self, call: AttentionCall) -> TileTable:
         """How each tile of an attention is computed; equal masks are classified once a step."""
-        name = call.mask.name if call.mask is not None else f"causal={call.is_causal}"
-        if name not in self.tables:
-            evaluator = self.mask(call.mask)
+        key = self.mask_key(call)
+        if key not in self.tables:
+            evaluator = self.mask(call)
+            bounds = self.bounds_of(call.q), self.bounds_of(call.k)
             if evaluator is not None:
-                self.tables[name] = evaluator.table(self.bounds, self.bounds)
+                self.tables[key] = evaluator.table(*bounds)
             else:
-                self.tables[name] = plain_table(self.num_chunks, call.is_causal)
-        return self.tables[name]
+                self.tables[key] = plain_table(*map(len, bounds), call.is_causal)
+        return self.tables[key]
 
 
-def plain_table(num_chunks: int, is_causal: bool) -> TileTable:
-    """The table of attention without a mask."""
+def plain_table(num_queries: int, num_keys: int, is_causal: bool) -> TileTable:
+    """The table of attention without a mask, for numbers of chunks."""
 
     def kind(i: int, j: int) -> TileKind:
         if not is_causal or j < i:
             return TileKind.FULL
         return TileKind.CAUSAL if i == j else TileKind.EMPTY
 
-    rows = range(num_chunks)
-    return TileTable(kinds=tuple(tuple(kind(i, j) for j in rows) for i in rows))
+    return TileTable(
+        kinds=tuple(
+            tuple(kind(i, j) for j in range(num_keys)) for i in range(num_queries)
+        )
+    )
