@@ -25,6 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph import Axes, NodeKind, TokenAxis, is_tensor, size_expr, value_of
+from ..kernels.reference import as_tokens
 from . import token_rules_math  # noqa: F401  (registers its rules)
 from .token_rules import RULES, NotTokenwise, RuleContext, arg, op_name, pointwise_rule
 from .token_rules_math import loss_rows
@@ -50,20 +51,24 @@ class TokenAnalysis:
         return self.kinds[node]
 
 
+def dynamic_sizes(graph: Graph) -> set[sympy.Symbol]:
+    """The symbols in the sizes of the graph's inputs."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    sizes = [size_expr(size) for n in inputs for size in value_of(n).shape]
+    return set().union(*(size.free_symbols for size in sizes))
+
+
 def find_token_symbols(graph: Graph) -> tuple[sympy.Symbol, ...]:
     """The symbols that are query or key lengths of attention, else the only dynamic dimension.
 
     With a dynamic batch size there are several symbols; attention says which ones are sequences.
     """
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
-    symbols: set[sympy.Symbol] = set()
-    inner: set[sympy.Symbol] = (
-        set()
-    )  # of other dimensions than the first, which is the batch
-    for node in inputs:
-        for dim, size in enumerate(value_of(node).shape):
-            symbols |= size_expr(size).free_symbols
-            if dim > 0 or value_of(node).dim() == 1:
+    symbols = dynamic_sizes(graph)
+    inner: set[sympy.Symbol] = set()  # of other dims than the first, which is the batch
+    for node in graph.nodes:
+        if node.op == "placeholder" and is_tensor(node):
+            sizes = value_of(node).shape
+            for size in sizes[1:] if len(sizes) > 1 else sizes:
                 inner |= size_expr(size).free_symbols
     found: set[sympy.Symbol] = set()
     for node in graph.nodes:
@@ -181,6 +186,9 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         if not is_plain_state(analysis, x)
     ) and not is_heavy(ctx, node)
     touched = any(ctx.of(x) for x in sources) or has_token_size(ctx, node)
+    if node.target is as_tokens:
+        classify_tokens(ctx, analysis, node)
+        return
     if not touched:
         analysis.axes[node] = ()
         if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE, NodeKind.MIXER}:
@@ -232,6 +240,18 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
         analysis.reasons.setdefault(node, why)
     else:
         kinds[node] = NodeKind.TOKENWISE
+
+
+def classify_tokens(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None:
+    """Where a tower's tokens begin: what makes them (convolutions) runs whole, before chunks."""
+    analysis.axes[node] = ctx.axes_from_shape(ctx.shape(node))
+    if node.meta.get("needs_grad", False):
+        analysis.kinds[node] = NodeKind.MIXER
+        analysis.reasons[node] = "makes the tokens"
+    else:
+        two = len(analysis.axes[node]) > 1
+        analysis.kinds[node] = NodeKind.MASK if two else NodeKind.VECTOR
+        analysis.light.add(node)
 
 
 def is_random(node: Node) -> bool:

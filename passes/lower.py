@@ -190,6 +190,7 @@ class Lowering:
             k=record.k.name,
             v=record.v.name,
             key_symbol=self.symbol_of(record.k),
+            value_size=int(value_of(record.v).shape[-1]),
             mask=record.mask,
             is_causal=record.is_causal,
             scale=record.scale,
@@ -334,6 +335,7 @@ class Lowering:
                 n.name: self.needs_grad(n) for n in self.graph.nodes if is_tensor(n)
             },
             symbol_sources=symbol_sources(self.graph),
+            lengths=self.captured.lengths,
         )
 
     def light_ancestors(self, outputs: Sequence[Node], given: set[Node]) -> list[Node]:
