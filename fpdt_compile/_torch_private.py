@@ -11,14 +11,15 @@ What is used and why:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -26,8 +27,11 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
     statically_known_true,
 )
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.functions import Max as SymMax
 from torch.utils._sympy.functions import Min as SymMin
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
     "FakeTensor",
@@ -42,10 +46,12 @@ __all__ = [
     "make_fx",
     "mark_dynamic",
     "new_fake_mode",
+    "new_size",
     "outside_tracing",
     "preserve_node_meta",
     "statically_known_true",
     "structured_trace",
+    "write_size",
 ]
 
 preserve_node_meta = fx_traceback.preserve_node_meta
@@ -187,11 +193,9 @@ def no_new_guards(module: GraphModule) -> Iterator[None]:
     """The graph's sizes belong to Dynamo: nothing done here may specialize them."""
     env = next(
         (
-            size.node.shape_env
+            node.meta["val"].fake_mode.shape_env
             for node in module.graph.nodes
-            if isinstance(node.meta.get("val"), torch.Tensor)
-            for size in node.meta["val"].shape
-            if isinstance(size, torch.SymInt)
+            if isinstance(node.meta.get("val"), FakeTensor)
         ),
         None,
     )
@@ -200,6 +204,23 @@ def no_new_guards(module: GraphModule) -> Iterator[None]:
         return
     with env.error_on_new_guards():
         yield
+
+
+def new_size(tensor: FakeTensor, hint: int) -> torch.SymInt:
+    """A size with a symbol of its own, of which only ``hint`` is known; no guard can be on it."""
+    env = tensor.fake_mode.shape_env
+    source = ConstantSource(f"fpdt_tokens_{len(env.var_to_range)}")
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def write_size(graph: Graph, expr: Any, sizes: Mapping[Any, Node]) -> list[Node]:
+    """Calls that compute a size expression from the nodes of its symbols; the last is its value."""
+    before = set(graph.nodes)
+    tracer = GraphAppendingTracer(graph)
+    proxies = {symbol: Proxy(node, tracer) for symbol, node in sizes.items()}
+    sympy_interp(PythonReferenceAnalysis, proxies, expr)
+    return [node for node in graph.nodes if node not in before]
 
 
 def specializations(module: GraphModule) -> list[tuple[int, str]]:

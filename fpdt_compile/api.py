@@ -13,6 +13,7 @@ from ._torch_private import own_errors
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .passes.compile_bodies import CompileStats
+from .recorded_outputs import install_recording_hooks
 from .token_dims import TokenMarker
 
 
@@ -62,6 +63,7 @@ def optimize(
     @functools.wraps(model.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         marker.mark(args, kwargs)
+        install_recording_hooks(model, kwargs)
         with own_errors():
             return compiled(*args, **kwargs)
 

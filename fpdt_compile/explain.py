@@ -25,6 +25,7 @@ from .config import FpdtConfig
 from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
 from .passes.manager import Analysis
 from .passes.match_lm_head import after_head
+from .recorded_outputs import install_recording_hooks
 from .token_dims import TokenMarker
 
 
@@ -131,6 +132,7 @@ def explain(
         return abort_capture
 
     TokenMarker(model, config.token_dims).mark(inputs, kwargs)
+    install_recording_hooks(model, kwargs)
     capture_only(model, analyze_only, inputs, kwargs)
     if not found:
         raise ValueError(

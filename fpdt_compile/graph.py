@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -163,23 +163,29 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
-    """Ops that mix tokens in a way we have no chunked form for; run whole as one group."""
+    """Ops that mix tokens in a way we have no chunked form for; run whole as one group.
+
+    ``rejection`` is None for what makes a tower's tokens: there is nothing to cut before it.
+    """
 
     name: str
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
-    rejection: Rejection
+    rejection: Rejection | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """``down(act(up(x)))`` or ``down(act(gate(x)) * up(x))``: linears by role, for the report."""
+    """``down(act(up(x)))`` or ``down(act(gate(x)) * up(x))``: products by role, for the report.
+
+    With experts the products have a matrix per expert; ``hidden_size`` is that of one.
+    """
 
     down: Node
     ups: tuple[Node, ...]
     hidden_size: int
-    kind: str  # "plain" or "gated"
+    kind: str  # "plain", "gated" or "experts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,12 +203,14 @@ class CapturedGraph:
 
     ``module`` takes the flat inputs of Dynamo's graph in order. ``token_symbols`` are the lengths
     of the sequences (none: no dynamic token dimension). ``requires_grad[i]`` is per flat input.
+    ``lengths`` are those of ``token_symbols`` that are no input's size, and their values.
     """
 
     module: GraphModule
     token_symbols: tuple[sympy.Symbol, ...]
     requires_grad: tuple[bool, ...]
     grad_enabled: bool
+    lengths: dict[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
     specialized: tuple[
         tuple[int, str], ...
     ] = ()  # input sizes the model's code fixed, and where

@@ -9,11 +9,23 @@ of it by tiles; a graph part that runs whole calls them as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 LOW = (1 << 32) - 1
 MIX = 0x45D9F3B
+
+
+def as_tokens(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """``x`` itself: ``name_lengths`` marks with it that ``dims`` count tokens."""
+    return x
+
+
+def as_length(n: int) -> int:
+    """``n`` itself: the number of tokens that a symbol of its own stands for."""
+    return n
 
 
 def attention_scores(q: Tensor, k: Tensor) -> Tensor:

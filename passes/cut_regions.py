@@ -37,6 +37,7 @@ from .._torch_private import symbol_hint
 from ..errors import InvariantError
 from ..graph import Attention, Head, Mixer, NodeKind, is_tensor, size_expr, value_of
 from .base import refuse
+from .find_mixers import CHANGE
 from .find_token_axes import TokenAnalysis
 from .match_lm_head import PRODUCTS, find_head
 from .token_rules import op_name
@@ -157,8 +158,8 @@ class Cutter:
         found = {self.sequence_of(x) for x in outputs_of(barrier)}
         if len(found) > 1:
             assert isinstance(barrier, Mixer)
-            reason = f"{barrier.rejection.reason}, and gives values of two sequences"
-            raise refuse(barrier.nodes[0], reason, barrier.rejection.change)
+            what = barrier.rejection.reason if barrier.rejection else "makes tokens"
+            raise refuse(barrier.nodes[0], f"{what}, of two sequences at once", CHANGE)
         return found.pop()
 
     def assign_blocks(self) -> dict[str, int]:

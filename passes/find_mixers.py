@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from ..errors import Rejection
 from ..graph import Mixer, NodeKind, is_tensor
+from ..kernels.reference import as_tokens
 from .base import refuse, source_of
 from .find_token_axes import TokenAnalysis
 
@@ -29,7 +30,6 @@ WIDE = (
     NodeKind.TOTAL,
     NodeKind.EPILOGUE,
 )
-AGAIN = (NodeKind.SYMBOL, NodeKind.STATE)
 
 
 def find_mixers(
@@ -107,31 +107,43 @@ def make_mixer(
     group: set[Node], order: dict[Node, int], analysis: TokenAnalysis
 ) -> Mixer:
     members = sorted(group, key=order.__getitem__)
-    first = next(n for n in members if n in analysis.reasons)
-    reason = analysis.reasons[first]
+    reasons = [n for n in members if n in analysis.reasons]
+    first = next((n for n in reasons if n.target is not as_tokens), None)
     for node in members:
         analysis.kinds[node] = NodeKind.MIXER
     outputs = [n for n in members if any(user not in group for user in n.users)]
     inputs: dict[Node, None] = {}
     for node in members:
         for x in node.all_input_nodes:
-            for source in origins(x) if analysis.kinds[x] in AGAIN else [x]:
+            for source in sources_of(x, analysis):
                 if source not in group:
                     inputs.setdefault(source)
     return Mixer(
-        name=first.name,
+        name=(first or members[0]).name,
         nodes=tuple(members),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        rejection=Rejection(
-            op=str(first.target), source=source_of(first), reason=reason, change=CHANGE
+        rejection=None
+        if first is None
+        else Rejection(
+            op=str(first.target),
+            source=source_of(first),
+            reason=analysis.reasons[first],
+            change=CHANGE,
         ),
     )
 
 
+def sources_of(node: Node, analysis: TokenAnalysis) -> list[Node]:
+    """What a mixer takes as input to get ``node``: a size, and what is made of parameters, it
+    computes again (a gradient goes through it)."""
+    kind = analysis.kinds[node]
+    remade = kind is NodeKind.STATE and node.meta.get("needs_grad", False)
+    return origins(node) if kind is NodeKind.SYMBOL or remade else [node]
+
+
 def origins(node: Node) -> list[Node]:
-    """The graph inputs a size, or what is made of parameters, is computed from; the mixer computes
-    it again, so that gradients arrive at the parameters."""
+    """The graph inputs a value is computed from."""
     found: dict[Node, None] = {}
     pending = [node]
     while pending:
@@ -147,8 +159,7 @@ def check_outputs(mixer: Mixer, analysis: TokenAnalysis) -> None:
     for node in mixer.outputs:
         axes = analysis.axes.get(node, ())
         if not is_tensor(node) or len(axes) != 1:
+            why = mixer.rejection.reason if mixer.rejection else "makes tokens"
             raise refuse(
-                mixer.nodes[0],
-                f"{mixer.rejection.reason}, and its result is not one row a token",
-                CHANGE,
+                mixer.nodes[0], f"{why}, and its result is not one row a token", CHANGE
             )

@@ -27,14 +27,15 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph import Axes, NodeKind, TokenAxis, is_tensor, size_expr, value_of
+from ..kernels.reference import as_tokens
+from . import token_rules_math  # noqa: F401  (registers its rules)
+from .find_totals import demote_used_totals, is_total
 from .token_rules import RULES, NotTokenwise, RuleContext, arg, op_name, pointwise_rule
-from .token_rules_math import loss_rows
 from .token_rules_rows import FACT_RULES, roots_of
 
 # A product whose contracted dimension is shorter than this is as cheap as a pointwise op (rotary
 # frequencies times positions contract over 1), so its result is recomputed, never stored.
 HEAVY_CONTRACTION = 16
-LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss")
 SCORE_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 ENDS = {NodeKind.TOTAL, NodeKind.EPILOGUE}
 ATTENTION_CALLS = ("scaled_dot_product_attention", "attention_from_scores")
@@ -58,20 +59,24 @@ class TokenAnalysis:
         return self.kinds[node]
 
 
+def dynamic_sizes(graph: Graph) -> set[sympy.Symbol]:
+    """The symbols in the sizes of the graph's inputs."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
+    sizes = [size_expr(size) for n in inputs for size in value_of(n).shape]
+    return set().union(*(size.free_symbols for size in sizes))
+
+
 def find_token_symbols(graph: Graph) -> tuple[sympy.Symbol, ...]:
     """The symbols that are query or key lengths of attention, else the only dynamic dimension.
 
     With a dynamic batch size there are several symbols; attention says which ones are sequences.
     """
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n)]
-    symbols: set[sympy.Symbol] = set()
-    inner: set[sympy.Symbol] = (
-        set()
-    )  # of other dimensions than the first, which is the batch
-    for node in inputs:
-        for dim, size in enumerate(value_of(node).shape):
-            symbols |= size_expr(size).free_symbols
-            if dim > 0 or value_of(node).dim() == 1:
+    symbols = dynamic_sizes(graph)
+    inner: set[sympy.Symbol] = set()  # of other dims than the first, which is the batch
+    for node in graph.nodes:
+        if node.op == "placeholder" and is_tensor(node):
+            sizes = value_of(node).shape
+            for size in sizes[1:] if len(sizes) > 1 else sizes:
                 inner |= size_expr(size).free_symbols
     found: set[sympy.Symbol] = set()
     for node in graph.nodes:
@@ -222,6 +227,9 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
     touched = has_token_size(ctx, node) or any(
         ctx.of(x) or x in ctx.facts for x in sources
     )
+    if node.target is as_tokens:
+        classify_tokens(ctx, analysis, node)
+        return
     if not touched:
         analysis.axes[node] = ()
         if source_kinds & {NodeKind.TOTAL, NodeKind.EPILOGUE, NodeKind.MIXER}:
@@ -277,6 +285,18 @@ def classify_call(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None
 def is_local(ctx: RuleContext, node: Node) -> bool:
     """Sorted rows, or integers that count rows of a chunk."""
     return bool(roots_of(ctx, node)) and (node in ctx.facts or len(ctx.of(node)) == 1)
+
+
+def classify_tokens(ctx: RuleContext, analysis: TokenAnalysis, node: Node) -> None:
+    """Where a tower's tokens begin: what makes them (convolutions) runs whole, before chunks."""
+    analysis.axes[node] = ctx.axes_from_shape(ctx.shape(node))
+    if node.meta.get("needs_grad", False):
+        analysis.kinds[node] = NodeKind.MIXER
+        analysis.reasons[node] = "makes the tokens"
+    else:
+        two = len(analysis.axes[node]) > 1
+        analysis.kinds[node] = NodeKind.MASK if two else NodeKind.VECTOR
+        analysis.light.add(node)
 
 
 def is_random(node: Node) -> bool:
@@ -363,32 +383,3 @@ def is_length(ctx: RuleContext, value: object) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and (
         ctx.has_symbol(value.node.expr)
     )
-
-
-def is_total(ctx: RuleContext, node: Node) -> bool:
-    """A sum whose parts over chunks add up: a summed loss, or a sum over dims with the
-    token one."""
-    if not is_tensor(node) or any(ctx.has_symbol(size) for size in ctx.shape(node)):
-        return False
-    name = op_name(node)
-    if name in LOSSES and int(arg(node, 3, "reduction", 1)) == 2:
-        try:
-            axes = loss_rows(ctx, node.args[0], node.args[1])
-        except NotTokenwise:
-            return False
-        return len(axes) == 1
-    if name != "sum" or node.args[0] in ctx.facts:
-        return False
-    others = [x for x in node.all_input_nodes if x is not node.args[0]]
-    return len(ctx.of(node.args[0])) == 1 and not others
-
-
-def demote_used_totals(analysis: TokenAnalysis, graph: Graph) -> None:
-    """A total that feeds tokenwise work again is a mixer: its group runs whole."""
-    kinds = analysis.kinds
-    for node in reversed(list(graph.nodes)):
-        if kinds[node] in (NodeKind.TOTAL, NodeKind.EPILOGUE) and any(
-            kinds[user] is NodeKind.MIXER for user in node.users
-        ):
-            kinds[node] = NodeKind.MIXER
-            analysis.reasons.setdefault(node, "is a sum over all tokens used per token")

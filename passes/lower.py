@@ -43,6 +43,7 @@ from .compile_bodies import BodyCache
 from .cut_regions import BlockCut, Cut, returned_nodes
 from .extract_regions import Region, RegionExtractor
 from .find_token_axes import TokenAnalysis
+from .match_lm_head import after_head
 from .trace_bodies import BodyInterpreter
 
 
@@ -190,6 +191,7 @@ class Lowering:
             k=record.k.name,
             v=record.v.name,
             key_symbol=self.symbol_of(record.k),
+            value_size=int(value_of(record.v).shape[-1]),
             mask=record.mask,
             is_causal=record.is_causal,
             scale=record.scale,
@@ -334,6 +336,7 @@ class Lowering:
                 n.name: self.needs_grad(n) for n in self.graph.nodes if is_tensor(n)
             },
             symbol_sources=symbol_sources(self.graph),
+            lengths=self.captured.lengths,
         )
 
     def light_ancestors(self, outputs: Sequence[Node], given: set[Node]) -> list[Node]:
@@ -362,27 +365,38 @@ class Lowering:
     def lower_heads(self) -> tuple[tuple[RegionCall, ...], tuple[bool, ...]]:
         """The heads, and which of them compute their gradients in the forward."""
         heads, one_pass = [], []
-        for symbol, nodes in self.by_symbol(
+        for symbol, results in self.by_symbol(
             [*self.cut.totals, *self.cut.token_outputs]
         ):
-            call = self.region("head", symbol, nodes, self.cut.exit, self.head_len)
-            assert call is not None
-            differentiable = [n for n in nodes if self.needs_grad(n)]
-            trains = self.train and call.needs_backward
-            heads.append(call)
-            one_pass.append(
-                trains
-                and len(differentiable) == 1
-                and differentiable[0] in self.cut.totals
-                and value_of(differentiable[0]).dim() == 0
-            )
-            if one_pass[-1]:
-                call.body.prepare("forward_backward")
-                continue
-            call.body.prepare("forward")
-            if trains:
-                call.body.prepare("backward")
+            for nodes in self.head_groups(results):
+                call = self.region("head", symbol, nodes, self.cut.exit, self.head_len)
+                assert call is not None
+                heads.append(call)
+                trains = self.train and call.needs_backward
+                one_pass.append(trains and self.is_one_loss(nodes))
+                if one_pass[-1]:
+                    call.body.prepare("forward_backward")
+                    continue
+                call.body.prepare("forward")
+                if trains:
+                    call.body.prepare("backward")
         return tuple(heads), tuple(one_pass)
+
+    def head_groups(self, results: list[Node]) -> list[list[Node]]:
+        """Other results (hidden states, a router's sums) apart, if the LM head's are one loss."""
+        after = after_head(self.cut.head)
+        mine = [n for n in results if n in after]
+        rest = [n for n in results if n not in after]
+        apart = self.is_one_loss(mine) and any(self.needs_grad(n) for n in rest)
+        return [rest, mine] if apart else [results]
+
+    def is_one_loss(self, nodes: Sequence[Node]) -> bool:
+        differentiable = [n for n in nodes if self.needs_grad(n)]
+        return (
+            len(differentiable) == 1
+            and differentiable[0] in self.cut.totals
+            and value_of(differentiable[0]).dim() == 0
+        )
 
     def value_axes(self) -> dict[str, TokenAxis]:
         return {

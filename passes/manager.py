@@ -1,8 +1,9 @@
 """The order of the passes, and the one place where CantChunk is caught.
 
 In: a captured graph and the configuration. Out: an :class:`Analysis` that ``lower`` (or
-``explain``) reads. Order: ``pad_shifted_losses`` first, because ``normalize`` splits the mean
-losses it leaves behind; ``normalize`` next, because every later pass has fewer cases;
+``explain``) reads. Order: ``name_lengths`` first, because the other passes look for token symbols;
+``pad_shifted_losses`` next, because ``normalize`` splits the mean
+losses it leaves behind; ``normalize`` then, because every later pass has fewer cases;
 ``settle_row_numbers`` after it, on writes it made functional;
 ``raise_attention`` then, so that attention has one form; ``counter_dropout`` after it, on the
 dropouts that are left; ``fold_repeat_kv`` before attention is matched, so that G heads are
@@ -44,6 +45,7 @@ from .fold_repeat_kv import FoldRepeatKV
 from .match_attention import find_attentions
 from .match_feed_forward import find_feed_forwards
 from .match_lm_head import after_head, find_head
+from .name_lengths import NameLengths
 from .normalize import Normalize
 from .pad_shifted_losses import PadShiftedLosses
 from .plan_chunks import plan_chunks
@@ -58,6 +60,7 @@ log = logging.getLogger(__name__)
 def rewriting_passes() -> list[GraphPass]:
     """In order; see the module docstring for why."""
     return [
+        NameLengths(),
         PadShiftedLosses(),
         Normalize(),
         SettleRowNumbers(),
@@ -152,7 +155,9 @@ def find_everything(
     result.attentions = [a for a in result.attentions if a.node not in swallowed]
     known = {rejection.source for rejection in result.rejections}
     result.rejections.extend(
-        m.rejection for m in [*result.mixers, *tails] if m.rejection.source not in known
+        m.rejection
+        for m in [*result.mixers, *tails]
+        if m.rejection is not None and m.rejection.source not in known
     )
     kept = [n for n in returned_nodes(graph) if isinstance(n, Node)]
     kept += [x for tail in tails for x in tail.inputs]

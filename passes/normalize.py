@@ -6,11 +6,13 @@ In: the graph as captured. Out: the same values, with
 2. operators that do nothing erased (``to`` the same dtype and device, whole slices, ``contiguous``,
    dropout that is off, expands to the same shape), ``view`` made ``reshape`` so that erasing a
    ``contiguous`` cannot break it;
-3. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
+3. mean losses and means over tokens written as a sum over a count, because sums over chunks add up;
+   one token of the sequence, ``x[:, 0]``, as a sum of it and zeros.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from torch.fx import Node
 
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from .base import GraphPass, insert_call
-from .find_token_axes import LOSSES
+from .find_totals import LOSSES
 from .functionalize import functionalize, is_mutation
 from .sizes import find_size, size_of_expr
 from .token_rules import arg, op_name
@@ -67,6 +69,8 @@ class Normalize(GraphPass):
                 yield Rewrite(node, split_pointwise_loss)
             elif is_token_mean(node, symbols):
                 yield Rewrite(node, split_mean)
+            elif is_token_pick(node, symbols):
+                yield Rewrite(node, pick_by_sum)
 
     def apply(self, captured: CapturedGraph, match: Rewrite) -> None:
         match.apply(captured, match.node)
@@ -244,6 +248,35 @@ def split_mean(captured: CapturedGraph, node: Node) -> None:
         count = size_of_expr(graph, size, node)
         mean = insert_call(graph, aten.div.Tensor, (total, count), {}, node)
     replace_keeping_grad(node, mean, [total, mean])
+
+
+def is_token_pick(node: Node, symbols: Symbols) -> bool:
+    """``x[:, 0]`` of hidden states: one token of the sequence."""
+    return (
+        op_name(node) == "select"
+        and isinstance(node.args[2], int)
+        and node.meta.get("needs_grad", False)
+        and size_expr(value_of(node.args[0]).shape[node.args[1]]) in symbols
+    )
+
+
+def pick_by_sum(captured: CapturedGraph, node: Node) -> None:
+    """The sum over tokens of the one that is picked and zeros: a sum of parts."""
+    graph, (x, dim, place) = node.graph, node.args
+    dim %= value_of(x).dim()
+    after = value_of(x).dim() - 1 - dim
+    with graph.inserting_before(node):
+        size = size_of_expr(graph, size_expr(value_of(x).shape[dim]), node)
+        if place < 0:
+            place = insert_call(graph, operator.add, (size, place), {}, node)
+        device = {"device": value_of(x).device}
+        numbers = insert_call(graph, aten.arange.default, (size,), device, node)
+        other = insert_call(graph, aten.ne.Scalar, (numbers, place), {}, node)
+        for _ in range(after):
+            other = insert_call(graph, aten.unsqueeze.default, (other, -1), {}, node)
+        zeros = insert_call(graph, aten.masked_fill.Scalar, (x, other, 0), {}, node)
+        total = insert_call(graph, aten.sum.dim_IntList, (zeros, [dim]), {}, node)
+    replace_keeping_grad(node, total, [zeros, total])
 
 
 def size_from_input(captured: CapturedGraph, node: Node) -> None:

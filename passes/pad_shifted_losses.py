@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from .base import GraphPass, insert_call
-from .find_token_axes import LOSSES
+from .find_totals import LOSSES
 from .sizes import size_of_expr
 from .token_rules import arg, op_name
 

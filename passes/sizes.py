@@ -8,15 +8,20 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from .._torch_private import write_size
 from ..graph import is_tensor, size_expr, value_of
-from .base import insert_call, refuse
+from ..kernels.reference import as_length
+from .base import insert_call, refuse, set_value
 
 aten = torch.ops.aten
 
 
 def find_size(graph: Graph, wanted: sympy.Expr, like: Node) -> Node | None:
-    """An input's size that equals ``wanted``: a SymInt input, or a new sym_size call."""
+    """An input's size that equals ``wanted``: a SymInt input, or a new sym_size call; or a token
+    count that ``name_lengths`` gave that symbol."""
     for node in graph.nodes:
+        if node.target is as_length and size_expr(value_of(node)) == wanted:
+            return node
         if node.op != "placeholder":
             continue
         if (
@@ -32,7 +37,7 @@ def find_size(graph: Graph, wanted: sympy.Expr, like: Node) -> Node | None:
 
 
 def size_of_expr(graph: Graph, expr: sympy.Expr, like: Node) -> Node | int:
-    """A value for ``expr``: a sum of products of input sizes and integers; else CantChunk."""
+    """A value for ``expr`` in input sizes, computed where calls are inserted; else CantChunk."""
     if expr.is_Integer:
         return int(expr)
     found = find_size(graph, expr, like)
@@ -51,4 +56,12 @@ def size_of_expr(graph: Graph, expr: sympy.Expr, like: Node) -> Node | int:
                 result = insert_call(graph, combine, (result, value), {}, like)
         assert result is not None
         return result
-    raise refuse(like, f"computes with the size {expr}", "use plain dimension sizes")
+    sources = {symbol: find_size(graph, symbol, like) for symbol in expr.free_symbols}
+    if None in sources.values():
+        raise refuse(
+            like, f"computes with the size {expr}", "use plain dimension sizes"
+        )
+    for node in write_size(graph, expr, sources):
+        result = node
+        set_value(node, like)
+    return result

@@ -206,12 +206,12 @@ class TileRunner:
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
         return out, lses[0] if len(lses) == 1 else torch.cat(lses, 2)
 
-    def finish(self, query: int, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, query: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of a query chunk. A row without any key has out = 0 and, so that the backward
         stays finite, lse = 0."""
         state = self.running.pop(query, None)
         if state is None:
-            shape = (*q.shape[:3], v.shape[-1])
+            shape = (*q.shape[:3], self.call.value_size)
             work = accumulator_dtype(self.call.dtype)
             return q.new_zeros(shape, dtype=self.call.dtype), q.new_zeros(
                 shape[:3], dtype=work

@@ -210,10 +210,12 @@ class StepRunner:
     def head_stage(self, index: int, train: bool) -> Stage:
         call = self.program.heads[index]
         one_pass = self.program.one_pass[index] and train
+        others = [h for i, h in enumerate(self.program.heads) if i != index]
+        held = self.held.union(o.name for head in others for o in head.operands)
         sums: dict[str, Tensor] = {}
 
         def run(step: Step) -> list[Tensor]:
-            results = HeadExecutor(step, call, self.held).forward(
+            results = HeadExecutor(step, index, call, held).forward(
                 one_pass=one_pass, train=train
             )
             for result, value in zip(call.results, results, strict=True):
@@ -231,12 +233,12 @@ class StepRunner:
             step: Step, grads: Sequence[Tensor | None], keep: bool
         ) -> None:
             if not one_pass:
-                HeadExecutor(step, call, self.held).backward(
+                HeadExecutor(step, index, call, held).backward(
                     fill_grads(step, call, grads), keep=keep
                 )
                 return
             (scale,) = [g for g in grads if g is not None]
-            step.unit_scale = scale
+            step.unit_scales[index] = scale
             for name, total in sums.items():
                 factor = scale.to(total.dtype)
                 step.parameter_grads.sums[name] = (

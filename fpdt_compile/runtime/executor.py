@@ -139,9 +139,8 @@ class BlockExecutor:
 
     def finish(self, attention: int, query: int) -> None:
         step, call = self.step, self.block.attentions[attention]
-        out, lse = self.runners[attention].finish(
-            query, step.value(call.q, query), step.value(call.v, query)
-        )
+        runner = self.runners[attention]
+        out, lse = runner.finish(query, step.value(call.q, query))
         step.put(call.name, query, arrange(out, (0, 2, 1, 3)))
         step.put(call.lse, query, lse)
 

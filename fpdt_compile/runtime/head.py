@@ -19,13 +19,16 @@ from .step import Step
 
 
 class HeadExecutor:
-    """Runs the head region on one step."""
+    """Runs one of the program's head regions on one step."""
 
-    def __init__(self, step: Step, call: RegionCall, held: frozenset[str]) -> None:
+    def __init__(
+        self, step: Step, index: int, call: RegionCall, held: frozenset[str]
+    ) -> None:
         self.step = step
+        self.index = index
         self.call = call
         self.dtypes = [torch.float32] * len(call.results)
-        self.held = held  # exit state that the last block's backward reads too
+        self.held = held  # exit state that a block's backward or another head reads too
 
     def forward(self, *, one_pass: bool, train: bool) -> list[Tensor]:
         """The results, totals summed and token values whole, in the order of ``call.results``."""
@@ -44,7 +47,7 @@ class HeadExecutor:
                     sums[i] = self.collect(sums[i], i, flat[i], piece)
                 del flat
             for name, buffer in buffers.items():
-                step.unit_grads[name, chunk] = buffer
+                step.unit_grads.setdefault((name, chunk), {})[self.index] = buffer
             if one_pass or not train:
                 self.drop_state(chunk)
         return [

@@ -112,8 +112,8 @@ class RegionCall:
 class AttentionCall:
     """One attention over values ``q``, ``k``, ``v``; its output is the value ``name``.
 
-    ``key_symbol`` is the length of the sequence of k and v. ``lse`` names the logsumexp value.
-    ``dtype`` is what the op computes in (autocast may cast).
+    ``key_symbol`` is the length of the sequence of k and v, ``value_size`` v's Dv. ``lse`` names
+    the logsumexp value. ``dtype`` is what the op computes in (autocast may cast).
     ``score``, ``sinks``, ``seed`` and ``dropout_p`` as in :class:`Attention`; ``operands`` are the
     parameters its score arithmetic reads.
     """
@@ -123,6 +123,7 @@ class AttentionCall:
     k: str
     v: str
     key_symbol: sympy.Symbol
+    value_size: int
     mask: MaskGraph | None
     is_causal: bool
     scale: float | None
@@ -198,8 +199,9 @@ class OutputSpec:
 class ChunkProgram:
     """Everything a step needs. ``axes`` and ``needs_grad`` are per value name.
 
-    There is an entry and a head per sequence that has one. ``one_pass``, per head: it computes its
-    gradients in its forward (one total, nothing else differentiable leaves it).
+    There is an entry per sequence that has one, and a head or two: what follows the LM head linear
+    is apart from other results if it is one loss. ``one_pass``, per head: it computes its gradients
+    in its forward (one total, nothing else differentiable leaves it).
     """
 
     input_names: tuple[str, ...]
@@ -217,10 +219,14 @@ class ChunkProgram:
     axes: dict[str, TokenAxis]
     needs_grad: dict[str, bool]
     symbol_sources: dict[sympy.Symbol, tuple[int, int | None]]
+    lengths: dict[sympy.Symbol, sympy.Expr]
 
     def symbols(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of every size symbol at this call."""
-        return {
+        found = {
             symbol: int(inputs[index]) if dim is None else int(inputs[index].shape[dim])
             for symbol, (index, dim) in self.symbol_sources.items()
         }
+        for symbol, length in self.lengths.items():
+            found[symbol] = int(length.subs(found))
+        return found

@@ -57,8 +57,9 @@ class Step:
         self.vectors: dict[str, Any] = {}
         self.store = ValueStore()
         self.grads = ValueGradients()
-        self.unit_grads: dict[tuple[str, int], Tensor] = {}
-        self.unit_scale: Tensor | None = None
+        # Of one-pass heads, by head: gradients for a unit gradient of its total, and that gradient.
+        self.unit_grads: dict[tuple[str, int], dict[int, Tensor]] = {}
+        self.unit_scales: dict[int, Tensor] = {}
         self.keep_graph = False
         self.random_states: dict[str, tuple[Tensor, Tensor | None]] = {}
         self.result_shapes: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
@@ -152,14 +153,15 @@ class Step:
         """The finished gradient of a chunk value; None if nothing gave one (a detach)."""
         key = (name, chunk)
         grad = self.grads.take(key)
-        if key in self.unit_grads:
-            assert self.unit_scale is not None
-            unit = self.unit_grads[key]
-            factor = self.unit_scale.to(unit.dtype)
+        units = self.unit_grads.get(key, {})
+        for head, scale in self.unit_scales.items():
+            if head not in units:
+                continue
+            factor = scale.to(units[head].dtype)
             if self.keep_graph:
-                scaled = unit * factor
+                scaled = units[head] * factor
             else:
-                scaled = self.unit_grads.pop(key).mul_(factor)
+                scaled = units.pop(head).mul_(factor)
             grad = scaled if grad is None else grad + scaled
         return grad
 
