@@ -261,3 +261,17 @@ def describe(node: Node, operand: Operand) -> str:
     # Chunks are handed over in the operand's dim_order; only state keeps its own strides.
     strides = value.stride() if operand.kind is OperandKind.STATE else ()
     return f"{value.dtype} {value.device} {shape} {list(strides)}"
+
+
+def read_by(region: Region) -> tuple[frozenset[str], ...]:
+    """Per operand, the names of the outputs that depend on it."""
+    graph = region.module.graph
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    found: dict[Node, set[str]] = {n: set() for n in graph.nodes}
+    for node, source in zip(output.args[0], region.outputs, strict=True):
+        found[node].add(source.name)
+    for node in reversed(graph.nodes):
+        for x in node.all_input_nodes if node is not output else ():
+            found[x] |= found[node]
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    return tuple(frozenset(found[n]) for n in inputs)

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 
 from ..graph import Axes, NodeKind, TokenAxis, is_tensor, size_expr, value_of
 from ..kernels.reference import as_tokens
-from . import token_rules_math  # noqa: F401  (registers its rules)
+from . import token_rules_math, token_rules_routing  # noqa: F401  (they register rules)
 from .find_totals import demote_used_totals, is_total
 from .token_rules import RULES, NotTokenwise, RuleContext, arg, op_name, pointwise_rule
 from .token_rules_rows import FACT_RULES, roots_of
@@ -115,14 +115,14 @@ def escaping_roots(
 ) -> dict[Node, str]:
     """Sorts (and counts) whose rows are read by something no rule proved, and why."""
     found: dict[Node, str] = {}
-    for node in graph.nodes:
-        roots = roots_of(ctx, node)
-        for user in node.users if roots else ():
-            if analysis.kinds[user] not in (NodeKind.TOKENWISE, NodeKind.TOTAL):
-                why = analysis.reasons.get(user, "needs them all")
-                what = "the output" if user.op == "output" else op_name(user)
-                for root in roots:
-                    found.setdefault(root, f"{what} reads its rows and {why}")
+    for user in graph.nodes:
+        if analysis.kinds[user] in (NodeKind.TOKENWISE, NodeKind.TOTAL):
+            continue
+        for node in user.all_input_nodes:
+            why = analysis.reasons.get(user, "needs them all")
+            what = "the output" if user.op == "output" else op_name(user)
+            for root in roots_of(ctx, node):
+                found.setdefault(root, f"{what} reads its rows and {why}")
     return found
 
 

@@ -41,7 +41,7 @@ from ..runtime.program import (
 )
 from .compile_bodies import BodyCache
 from .cut_regions import BlockCut, Cut, returned_nodes
-from .extract_regions import Region, RegionExtractor
+from .extract_regions import Region, RegionExtractor, read_by
 from .find_token_axes import TokenAnalysis
 from .match_lm_head import after_head
 from .trace_bodies import BodyInterpreter
@@ -99,6 +99,7 @@ class Lowering:
             body=self.cache.get(region, length),
             operands=region.operands,
             results=tuple(self.result(n) for n in outputs),
+            read_by=read_by(region),
         )
         self.regions.append((call, region))
         return call
@@ -391,12 +392,9 @@ class Lowering:
         return [rest, mine] if apart else [results]
 
     def is_one_loss(self, nodes: Sequence[Node]) -> bool:
-        differentiable = [n for n in nodes if self.needs_grad(n)]
-        return (
-            len(differentiable) == 1
-            and differentiable[0] in self.cut.totals
-            and value_of(differentiable[0]).dim() == 0
-        )
+        found = [n for n in nodes if self.needs_grad(n)]
+        scalars = [n for n in found if value_of(n).dim() == 0]
+        return len(found) == len(scalars) == 1 and found[0] in self.cut.totals
 
     def value_axes(self) -> dict[str, TokenAxis]:
         return {

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from ..graph import FeedForward, NodeKind, size_expr, value_of
 from .find_token_axes import TokenAnalysis
 from .token_rules import op_name
-from .token_rules_rows import GROUPED
+from .token_rules_routing import GROUPED
 
 ACTIVATIONS = frozenset(
     "silu gelu relu relu6 leaky_relu elu selu celu mish tanh sigmoid hardswish softplus pow square "
@@ -103,6 +103,8 @@ def products_behind(
         name = op_name(current)
         if is_product(current, tokens):
             ups.setdefault(current)
+        elif name == "index" and tokens.kinds[current.args[0]] is NodeKind.STATE:
+            continue  # a bias looked up per row
         elif name in ACTIVATIONS or name in VIEWS:
             activated = activated or (
                 name in ACTIVATIONS and name not in ("mul", "add", "clamp")

@@ -166,7 +166,7 @@ for _name in (
     "not_equal equal greater less greater_equal less_equal absolute negative "
     "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits multiply subtract divide "
-    "clip zeros_like ones_like full_like conj resolve_conj"
+    "clip zeros_like ones_like full_like empty_like conj resolve_conj"
 ).split():
     RULES[_name] = pointwise_rule
 
@@ -195,7 +195,7 @@ def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     axis iff the product of the dims before d divides L and that of the dims after divides R.
     """
     x = node.args[0]
-    only_axes(ctx, node, [x])
+    only_axes(ctx, node, [x, *node.args[1:2]])  # view_as reads the other's shape only
     before, after = ctx.shape(x), ctx.shape(node)
     result = []
     for axis in ctx.of(x):
@@ -359,6 +359,8 @@ def repeat(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 @rule("repeat_interleave")
 def repeat_interleave(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x, dim = node.args[0], arg(node, 2, "dim")
+    if dim is None and ctx.rank(x) == 1:
+        dim = 0
     if dim is None or not isinstance(node.args[1], int):
         raise NotTokenwise("repeats a varying number of times")
     dim, times = int(dim) % ctx.rank(x), node.args[1]

@@ -20,7 +20,7 @@ from .._torch_private import get_keep_graph
 from ..errors import FpdtError
 from .executor import BlockExecutor, run_region, run_region_backward, whole_grad
 from .head import HeadExecutor
-from .program import ChunkProgram, OperandKind, OutputKind, RegionCall
+from .program import ChunkProgram, OperandKind, OutputKind
 from .schedule import BlockShape, block_shape
 from .step import Step
 
@@ -233,9 +233,7 @@ class StepRunner:
             step: Step, grads: Sequence[Tensor | None], keep: bool
         ) -> None:
             if not one_pass:
-                HeadExecutor(step, index, call, held).backward(
-                    fill_grads(step, call, grads), keep=keep
-                )
+                HeadExecutor(step, index, call, held).backward(grads, keep=keep)
                 return
             (scale,) = [g for g in grads if g is not None]
             step.unit_scales[index] = scale
@@ -273,16 +271,3 @@ class StepRunner:
             else:
                 flat.append(whole[spec.name])
         return flat
-
-
-def fill_grads(
-    step: Step, call: RegionCall, grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Zeros for results whose gradient nobody asked for."""
-    filled: list[Tensor | None] = []
-    for result, grad in zip(call.results, grads, strict=True):
-        if grad is None and result.needs_grad:
-            shape, dtype, device = step.result_shapes[result.name]
-            grad = torch.zeros(shape, dtype=dtype, device=device)
-        filled.append(grad)
-    return filled

@@ -208,6 +208,11 @@ def run_region_backward(step: Step, call: RegionCall | None, chunk: int) -> None
     found = [step.take_value_grad(call.results[i].name, chunk) for i in wanted]
     if all(grad is None for grad in found):
         return  # nothing behind it is differentiable: its parameters get no gradient
+    arrived = {
+        call.results[i].name
+        for i, g in zip(wanted, found, strict=True)
+        if g is not None
+    }
     if any(grad is None for grad in found):
         values = call.body.forward(inputs)
         found = [
@@ -216,7 +221,10 @@ def run_region_backward(step: Step, call: RegionCall | None, chunk: int) -> None
         ]
     grads = [grad.contiguous() for grad in found if grad is not None]
     results = call.body.backward(inputs, grads)
-    hand_out(step, call, chunk, inputs, grads, results, call.body.slots("backward"))
+    slots = [
+        s for s in call.body.slots("backward") if call.has_grad(s.operand, arrived)
+    ]
+    hand_out(step, call, chunk, inputs, grads, results, slots)
 
 
 def hand_out(

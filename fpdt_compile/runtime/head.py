@@ -123,13 +123,18 @@ class HeadExecutor:
         """Recompute each piece and differentiate it for the gradients of its results."""
         step, call = self.step, self.call
         wanted = [(i, r) for i, r in enumerate(call.results) if r.needs_grad]
+        arrived = {r.name for i, r in wanted if grads[i] is not None}
+        grads = fill_grads(step, call, grads)
+        slots = [
+            s for s in call.body.slots("backward") if call.has_grad(s.operand, arrived)
+        ]
         for chunk, bounds in enumerate(step.bounds[call.symbol]):
             buffers: dict[str, Tensor] = {}
             for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
                 upstream = [self.piece_grad(grads[i], i, piece) for i, _ in wanted]
                 flat = call.body.backward(inputs, upstream)
-                for slot in call.body.slots("backward"):
+                for slot in slots:
                     operand = call.operands[slot.operand]
                     if operand.kind is OperandKind.STATE:
                         step.parameter_grads.add(
@@ -155,3 +160,16 @@ class HeadExecutor:
         return join_axis(
             split.narrow(dim, piece[0], piece[1] - piece[0]), axis
         ).contiguous()
+
+
+def fill_grads(
+    step: Step, call: RegionCall, grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Zeros for results whose gradient nobody asked for."""
+    filled: list[Tensor | None] = []
+    for result, grad in zip(call.results, grads, strict=True):
+        if grad is None and result.needs_grad:
+            shape, dtype, device = step.result_shapes[result.name]
+            grad = torch.zeros(shape, dtype=dtype, device=device)
+        filled.append(grad)
+    return filled

@@ -9,7 +9,7 @@ buffers.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,7 +92,8 @@ class Result:
 class RegionCall:
     """A region: a body with this block's operands and results.
 
-    Its chunks are those of the sequence whose length is ``symbol``.
+    Its chunks are those of the sequence whose length is ``symbol``. ``read_by`` has, per operand,
+    the names of the results that depend on it.
     """
 
     label: str
@@ -100,6 +101,12 @@ class RegionCall:
     body: Body
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
+    read_by: tuple[frozenset[str], ...]
+
+    def has_grad(self, operand: int, arrived: Set[str]) -> bool:
+        """Whether an operand gets a gradient when those of the results ``arrived`` are there: as in
+        eager, what only unused results depend on gets none."""
+        return not self.read_by[operand].isdisjoint(arrived)
 
     @property
     def needs_backward(self) -> bool:
