@@ -39,6 +39,7 @@ __all__ = [
     "ShapeEnv",
     "SymMax",
     "SymMin",
+    "decided_by_hints",
     "fake_with_symbolic_dims",
     "get_keep_graph",
     "inductor_compile",
@@ -206,11 +207,32 @@ def no_new_guards(module: GraphModule) -> Iterator[None]:
         yield
 
 
-def new_size(tensor: FakeTensor, hint: int) -> torch.SymInt:
-    """A size with a symbol of its own, of which only ``hint`` is known; no guard can be on it."""
+@contextlib.contextmanager
+def decided_by_hints(tensor: FakeTensor) -> Iterator[None]:
+    """Questions about sizes are answered by the sizes at capture, and no guard is made.
+
+    For running operators again on the sizes they were captured with: the capture's guards hold.
+    """
+    env = tensor.fake_mode.shape_env
+    strict, env._error_on_new_guards = env._error_on_new_guards, False
+    try:
+        with env.suppress_guards():
+            yield
+    finally:
+        env._error_on_new_guards = strict
+
+
+def new_size(tensor: FakeTensor, hint: int, *, fixed: bool) -> torch.SymInt:
+    """A size with a symbol of its own; no guard can be on it.
+
+    With ``fixed`` it is ``hint`` at every call, so comparisons with sizes of another order may be
+    decided: it is known to lie between half and twice of it.
+    """
     env = tensor.fake_mode.shape_env
     source = ConstantSource(f"fpdt_tokens_{len(env.var_to_range)}")
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    if fixed:
+        env.constrain_symbol_range(symbol, max(2, hint // 2), 2 * hint)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
