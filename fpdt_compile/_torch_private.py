@@ -11,6 +11,7 @@ What is used and why:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ __all__ = [
     "get_keep_graph",
     "inductor_compile",
     "is_checkpoint_op",
+    "logging_skipped",
     "make_fx",
     "mark_dynamic",
     "new_fake_mode",
@@ -61,6 +63,22 @@ preserve_node_meta = fx_traceback.preserve_node_meta
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Ask Dynamo to keep ``tensor``'s ``dim`` symbolic; code that needs a number still gets one."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+LOGGING = (
+    "debug info warning error critical exception log warning_once info_once".split()
+)
+
+
+@contextlib.contextmanager
+def logging_skipped() -> Iterator[None]:
+    """While Dynamo traces, a call of a logger is left out; it would end the graph there."""
+    methods = {getattr(logging.Logger, name, None) for name in LOGGING} - {None}
+    config = torch._dynamo.config
+    with config.patch(
+        ignore_logging_functions=config.ignore_logging_functions | methods
+    ):
+        yield
 
 
 def is_checkpoint_op(target: Any) -> bool:
