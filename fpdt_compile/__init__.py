@@ -1,6 +1,7 @@
-"""Train unmodified transformers on sequences that do not fit: see ``optimize`` and ``explain``."""
+"""Train unmodified transformers on long sequences: ``optimize``, ``chunked_loss``, ``explain``."""
 
 from .api import compile_stats, optimize
+from .chunked_loss import chunked_loss
 from .config import FpdtConfig
 from .errors import CantChunk, FpdtError, OutputNotMaterialized, Rejection
 from .explain import Report, explain
@@ -12,6 +13,7 @@ __all__ = [
     "OutputNotMaterialized",
     "Rejection",
     "Report",
+    "chunked_loss",
     "compile_stats",
     "explain",
     "optimize",

@@ -11,6 +11,7 @@ What is used and why:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,10 +40,12 @@ __all__ = [
     "ShapeEnv",
     "SymMax",
     "SymMin",
+    "decided_by_hints",
     "fake_with_symbolic_dims",
     "get_keep_graph",
     "inductor_compile",
     "is_checkpoint_op",
+    "logging_skipped",
     "make_fx",
     "mark_dynamic",
     "new_fake_mode",
@@ -60,6 +63,22 @@ preserve_node_meta = fx_traceback.preserve_node_meta
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Ask Dynamo to keep ``tensor``'s ``dim`` symbolic; code that needs a number still gets one."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+LOGGING = (
+    "debug info warning error critical exception log warning_once info_once".split()
+)
+
+
+@contextlib.contextmanager
+def logging_skipped() -> Iterator[None]:
+    """While Dynamo traces, a call of a logger is left out; it would end the graph there."""
+    methods = {getattr(logging.Logger, name, None) for name in LOGGING} - {None}
+    config = torch._dynamo.config
+    with config.patch(
+        ignore_logging_functions=config.ignore_logging_functions | methods
+    ):
+        yield
 
 
 def is_checkpoint_op(target: Any) -> bool:
@@ -206,11 +225,32 @@ def no_new_guards(module: GraphModule) -> Iterator[None]:
         yield
 
 
-def new_size(tensor: FakeTensor, hint: int) -> torch.SymInt:
-    """A size with a symbol of its own, of which only ``hint`` is known; no guard can be on it."""
+@contextlib.contextmanager
+def decided_by_hints(tensor: FakeTensor) -> Iterator[None]:
+    """Questions about sizes are answered by the sizes at capture, and no guard is made.
+
+    For running operators again on the sizes they were captured with: the capture's guards hold.
+    """
+    env = tensor.fake_mode.shape_env
+    strict, env._error_on_new_guards = env._error_on_new_guards, False
+    try:
+        with env.suppress_guards():
+            yield
+    finally:
+        env._error_on_new_guards = strict
+
+
+def new_size(tensor: FakeTensor, hint: int, *, fixed: bool) -> torch.SymInt:
+    """A size with a symbol of its own; no guard can be on it.
+
+    With ``fixed`` it is ``hint`` at every call, so comparisons with sizes of another order may be
+    decided: it is known to lie between half and twice of it.
+    """
     env = tensor.fake_mode.shape_env
     source = ConstantSource(f"fpdt_tokens_{len(env.var_to_range)}")
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    if fixed:
+        env.constrain_symbol_range(symbol, max(2, hint // 2), 2 * hint)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 

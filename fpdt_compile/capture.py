@@ -131,8 +131,10 @@ def settle_sizes(module: GraphModule) -> None:
         value = value_of(node)
         shape = [settled(size, known) for size in value.shape]
         if any(a is not b for a, b in zip(shape, value.shape, strict=True)):
-            with value.fake_mode:
-                node.meta["val"] = value.new_empty(shape)
+            stride = [settled(step, known) for step in value.stride()]
+            with value.fake_mode:  # a view: who shares memory with whom stays visible
+                node.meta["val"] = value.as_strided(shape, stride)
+                node.meta["settled"] = True  # it no longer shares memory with others
 
 
 def settled(

@@ -88,8 +88,9 @@ def find_token_symbols(graph: Graph) -> tuple[sympy.Symbol, ...]:
             sizes = {size_expr(s) for s in value_of(node).shape[-2:]}
             if sizes <= symbols:
                 found |= sizes
+    attends = bool(found)
     found &= symbols
-    if not found and len(inner) == 1:
+    if not attends and len(inner) == 1:
         found = inner
     return tuple(sorted(found, key=str))
 

@@ -4,8 +4,7 @@ In: a call that writes into a tensor, ``x.add_(y)`` or ``x[:, 1:] = y`` (a ``cop
 Out: the value it computes, laid into the tensor the view was taken of; every later use of that
 tensor, or of a view of it, reads the new value.
 
-Contract: refused (CantChunk) are writes into graph inputs, through views that may have been copies
-(``reshape``), and through views that have no scatter.
+Contract: refused (CantChunk) are writes into graph inputs, and through views that have no scatter.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import torch
 from torch.fx import Node
 
 from ..graph import CapturedGraph, value_of
+from ..kernels.reference import as_tokens
 from .base import insert_call, refuse
 from .token_rules import arg, op_name
 
 aten = torch.ops.aten
+UNDONE_BY_VIEW = "view _unsafe_view squeeze view_as unflatten reshape flatten".split()
 # Calls that give a view or a copy, as it happens.
 MAY_COPY = ("reshape", "contiguous", "to", "flatten", "type_as", "_to_copy")
 
@@ -32,15 +33,22 @@ def is_mutation(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node's result may share memory with its input."""
+    """Whether the node's result shares memory with its input."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        is_part = getattr(target, "__name__", "") == "getitem"
-        return is_part and is_view(
-            node.args[0]
-        )  # parts of topk are tensors of their own
+        if getattr(target, "__name__", "") == "getitem":
+            return is_view(node.args[0])  # parts of topk are tensors of their own
+        return target is as_tokens
+    if op_name(node) in MAY_COPY:
+        return may_share(node)
     aliases = any(r.alias_info is not None for r in target._schema.returns)
-    return aliases or op_name(node) in (*MAY_COPY, "expand_as")
+    return aliases or op_name(node) == "expand_as"
+
+
+def may_share(node: Node) -> bool:
+    """For a call that gives a view or a copy: what it gave at capture (sizes are guarded)."""
+    ours, theirs = (value_of(x).untyped_storage() for x in (node, node.args[0]))
+    return ours._cdata == theirs._cdata
 
 
 def functionalize(captured: CapturedGraph, node: Node) -> None:
@@ -61,9 +69,7 @@ def functionalize(captured: CapturedGraph, node: Node) -> None:
     ]
     behind = [view for use in later for view in views_behind(use)[:-1]]
     for view in {*chain[:-1], *behind}:
-        if op_name(view) in MAY_COPY or not isinstance(
-            view.target, torch._ops.OpOverload
-        ):
+        if not isinstance(view.target, torch._ops.OpOverload):
             reason = "writes into a tensor that a view of is used later"
             raise refuse(node, reason, change)
     with node.graph.inserting_before(node):
@@ -177,6 +183,8 @@ def scatter(node: Node, view: Node, source: Node, new: Node, change: str) -> Nod
     if name == "unsqueeze":
         dim = view.args[1] % value_of(view).dim()
         return call(aten.squeeze.dim, new, dim)
-    if name in ("view", "_unsafe_view", "squeeze", "view_as", "unflatten"):
+    if name in ("contiguous", "to", "type_as", "_to_copy"):
+        return new
+    if name in UNDONE_BY_VIEW:
         return call(aten.view_as.default, new, source)
     raise refuse(node, f"writes through a {name}", change)

@@ -6,7 +6,8 @@ convolution computes from the length of its input. In: the captured graph. Out: 
 every operator after it that had the number in its arguments takes u instead.
 
 Contract: u is equal to the number whenever the program runs (``CapturedGraph.lengths``), so the
-rewrite changes no value. What it must not do is confuse the token count with another size of the
+rewrite changes no value; and every operator runs on sizes it was captured with, so what it asks of
+them is guarded already. What it must not do is confuse the token count with another size of the
 same number: then some operator's sizes stop fitting, and the graph is left as it was.
 
 Algorithm, per length that an attention has and no input does: walk the graph; the first values that
@@ -24,7 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from .._torch_private import new_size
+from .._torch_private import decided_by_hints, new_size, statically_known_true
 from ..errors import CantChunk
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from ..kernels.reference import as_length, as_tokens
@@ -58,7 +59,8 @@ class NameLengths(GraphPass):
     def apply(self, captured: CapturedGraph, match: sympy.Expr) -> None:
         try:
             renamed = _Renamer(captured, match)
-            renamed.run()
+            with decided_by_hints(renamed.known_in):
+                renamed.run()
         except (
             RuntimeError,
             ValueError,
@@ -134,7 +136,10 @@ class _Renamer:
         self.leading = ancestors(goals)
         self.from_inputs = depend_on_inputs(nodes)
         like = next(n for n in goals)
-        self.size = new_size(value_of(like), self.hint(like))
+        self.known = self.size_in(like)
+        self.known_in = value_of(like)
+        fixed = not isinstance(self.known, torch.SymInt)
+        self.size = new_size(value_of(like), hint_of(self.known), fixed=fixed)
         self.symbol = size_expr(self.size)
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
@@ -143,16 +148,18 @@ class _Renamer:
         self.size_node: Node | None = None
         self.like = like
 
-    def hint(self, node: Node) -> int:
-        for x in node.args[:2]:
-            for size in value_of(x).shape:
-                if size_expr(size) == self.length:
-                    return (
-                        int(size.node.hint)
-                        if isinstance(size, torch.SymInt)
-                        else int(size)
-                    )
-        raise _DoesNotFit
+    def size_in(self, node: Node) -> int | torch.SymInt:
+        """The length itself, as a size of one of the attention's inputs."""
+        sizes = [size for x in node.args[:2] for size in value_of(x).shape]
+        return next(size for size in sizes if size_expr(size) == self.length)
+
+    def is_length(self, size: int | torch.SymInt) -> bool:
+        """Whether a size is the length, as it is written or by the guards of the capture."""
+        return size_expr(size) == self.length or (
+            hint_of(size) == hint_of(self.known)
+            and isinstance(self.known, torch.SymInt)
+            and statically_known_true(size == self.known)
+        )
 
     def run(self) -> None:
         for node in self.module.graph.nodes:
@@ -176,9 +183,7 @@ class _Renamer:
         return GraphModule(self.module, self.graph)
 
     def has_length(self, node: Node) -> bool:
-        return is_tensor(node) and any(
-            size_expr(s) == self.length for s in value_of(node).shape
-        )
+        return is_tensor(node) and any(map(self.is_length, value_of(node).shape))
 
     def begins(self, node: Node) -> bool:
         """Whether tokens first appear in ``node``."""
@@ -200,7 +205,7 @@ class _Renamer:
         if copy in self.wrapped:
             return self.wrapped[copy]
         value = value_of(copy)
-        dims = [d for d, s in enumerate(value.shape) if size_expr(s) == self.length]
+        dims = [d for d, s in enumerate(value.shape) if self.is_length(s)]
         node = self.graph.call_function(as_tokens, (copy, dims))
         node.meta = {
             key: item for key, item in copy.meta.items() if key != "requires_grad"
@@ -223,10 +228,10 @@ class _Renamer:
                 if self.has_length(x) and copy not in self.named:
                     return self.wrap(copy)
                 value = x.meta.get("val")
-                if isinstance(value, torch.SymInt) and size_expr(value) == self.length:
+                if isinstance(value, torch.SymInt) and self.is_length(value):
                     return self.size_node
                 return copy
-            if type(x) is int and sympy.Integer(x) == self.length:
+            if type(x) is int and self.is_length(x):
                 return self.size_node
             return x
 
@@ -248,6 +253,10 @@ class _Renamer:
             isinstance(value, torch.SymInt)
             and self.symbol in value.node.expr.free_symbols
         )
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def ancestors(nodes: set[Node]) -> set[Node]:

@@ -7,12 +7,11 @@ In: the graph as captured. Out: the same values, with
    dropout that is off, expands to the same shape), ``view`` made ``reshape`` so that erasing a
    ``contiguous`` cannot break it;
 3. mean losses and means over tokens written as a sum over a count, because sums over chunks add up;
-   one token of the sequence, ``x[:, 0]``, as a sum of it and zeros.
+   so are parts of the sequence, see ``token_parts``.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -25,6 +24,14 @@ from .base import GraphPass, insert_call
 from .find_totals import LOSSES
 from .functionalize import functionalize, is_mutation
 from .sizes import find_size, size_of_expr
+from .token_parts import (
+    Symbols,
+    is_sum_of_part,
+    is_token_pick,
+    pick_as_sum,
+    token_part,
+    whole_of_part,
+)
 from .token_rules import arg, op_name
 
 aten = torch.ops.aten
@@ -71,6 +78,8 @@ class Normalize(GraphPass):
                 yield Rewrite(node, split_mean)
             elif is_token_pick(node, symbols):
                 yield Rewrite(node, pick_by_sum)
+            elif is_sum_of_part(node, symbols):
+                yield Rewrite(node, sum_whole)
 
     def apply(self, captured: CapturedGraph, match: Rewrite) -> None:
         match.apply(captured, match.node)
@@ -145,9 +154,6 @@ def replace_by_input(captured: CapturedGraph, node: Node) -> None:
 
 def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
     node.target = aten.reshape.default
-
-
-Symbols = frozenset[sympy.Symbol]
 
 
 def has_symbol(node: Node, symbols: Symbols) -> bool:
@@ -241,6 +247,8 @@ def split_mean(captured: CapturedGraph, node: Node) -> None:
     keepdim = bool(arg(node, 2, "keepdim", False))
     dtype = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") else {}
     with graph.inserting_before(node):
+        if token_part(x, frozenset(captured.token_symbols)):
+            x = whole_of_part(node, x)
         total = insert_call(
             graph, aten.sum.dim_IntList, (x, dims, keepdim), dtype, node
         )
@@ -250,33 +258,15 @@ def split_mean(captured: CapturedGraph, node: Node) -> None:
     replace_keeping_grad(node, mean, [total, mean])
 
 
-def is_token_pick(node: Node, symbols: Symbols) -> bool:
-    """``x[:, 0]`` of hidden states: one token of the sequence."""
-    return (
-        op_name(node) == "select"
-        and isinstance(node.args[2], int)
-        and node.meta.get("needs_grad", False)
-        and size_expr(value_of(node.args[0]).shape[node.args[1]]) in symbols
-    )
-
-
 def pick_by_sum(captured: CapturedGraph, node: Node) -> None:
-    """The sum over tokens of the one that is picked and zeros: a sum of parts."""
-    graph, (x, dim, place) = node.graph, node.args
-    dim %= value_of(x).dim()
-    after = value_of(x).dim() - 1 - dim
-    with graph.inserting_before(node):
-        size = size_of_expr(graph, size_expr(value_of(x).shape[dim]), node)
-        if place < 0:
-            place = insert_call(graph, operator.add, (size, place), {}, node)
-        device = {"device": value_of(x).device}
-        numbers = insert_call(graph, aten.arange.default, (size,), device, node)
-        other = insert_call(graph, aten.ne.Scalar, (numbers, place), {}, node)
-        for _ in range(after):
-            other = insert_call(graph, aten.unsqueeze.default, (other, -1), {}, node)
-        zeros = insert_call(graph, aten.masked_fill.Scalar, (x, other, 0), {}, node)
-        total = insert_call(graph, aten.sum.dim_IntList, (zeros, [dim]), {}, node)
-    replace_keeping_grad(node, total, [zeros, total])
+    with node.graph.inserting_before(node):
+        total, made = pick_as_sum(node)
+    replace_keeping_grad(node, total, made)
+
+
+def sum_whole(captured: CapturedGraph, node: Node) -> None:
+    with node.graph.inserting_before(node):
+        node.replace_input_with(node.args[0], whole_of_part(node, node.args[0]))
 
 
 def size_from_input(captured: CapturedGraph, node: Node) -> None:

@@ -187,6 +187,7 @@ def quotient(product: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
     "squeeze",
     "unsqueeze",
     "view_as",
+    "reshape_as",
 )
 def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     """Any view that keeps the element order: find the dim that holds the same token stride.
@@ -195,7 +196,7 @@ def regroup(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     axis iff the product of the dims before d divides L and that of the dims after divides R.
     """
     x = node.args[0]
-    only_axes(ctx, node, [x, *node.args[1:2]])  # view_as reads the other's shape only
+    only_axes(ctx, node, node.args[:2])  # the second of view_as gives its shape only
     before, after = ctx.shape(x), ctx.shape(node)
     result = []
     for axis in ctx.of(x):

@@ -51,8 +51,9 @@ LAYERS = (
     ("kernels", "runtime"),
     ("kernels (Triton)",),
     ("passes",),
-    ("token_dims", "capture", "backend", "explain"),
+    ("token_dims", "recorded_outputs", "capture", "backend", "explain"),
     ("api",),
+    ("chunked_loss",),
     ("__init__", "testing"),
 )
 PRIVATE_TORCH = ("_inductor", "_dynamo", "_functorch", "_C", "_guards", "_subclasses")
