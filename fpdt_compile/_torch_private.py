@@ -16,16 +16,24 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.utils import reenter_make_fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
     statically_known_true,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max as SymMax
 from torch.utils._sympy.functions import Min as SymMin
 
@@ -35,19 +43,25 @@ __all__ = [
     "ShapeEnv",
     "SymMax",
     "SymMin",
+    "autograd_function_apply",
     "fake_with_symbolic_dims",
     "get_keep_graph",
     "inductor_compile",
     "is_checkpoint_op",
+    "is_function_op",
     "make_fx",
     "mark_dynamic",
     "new_fake_mode",
     "outside_tracing",
     "preserve_node_meta",
+    "record_call",
     "statically_known_true",
     "structured_trace",
+    "trace_part",
+    "untraced",
 ]
 
+untraced = disable_proxy_modes_tracing
 preserve_node_meta = fx_traceback.preserve_node_meta
 
 
@@ -62,6 +76,26 @@ def is_checkpoint_op(target: Any) -> bool:
         torch.ops.higher_order.tag_activation_checkpoint,
         torch.ops.higher_order.wrap_activation_checkpoint,
     )
+
+
+def is_function_op(target: Any) -> bool:
+    """Whether a call_function target is Dynamo's ``torch.autograd.Function``."""
+    return target is autograd_function_apply
+
+
+def trace_part(fn: Callable[..., Any], *args: Any) -> GraphModule:
+    """Trace ``fn`` into a graph of its own, in the middle of a trace."""
+    return reenter_make_fx(fn)(*args)
+
+
+def record_call(target: Callable[..., Any], *args: Any) -> Any:
+    """Call ``target`` in the middle of a trace as one node, whatever it is made of."""
+    mode = get_proxy_mode()
+    with disable_proxy_modes_tracing():
+        result = target(*args)
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, args)
+    made = mode.tracer.create_proxy("call_function", target, proxies, {})
+    return track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
 
 
 def new_fake_mode() -> FakeTensorMode:

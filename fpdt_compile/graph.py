@@ -184,7 +184,8 @@ class CapturedGraph:
     """The pre-dispatch ATen graph and what is known about it from outside.
 
     ``module`` takes the flat inputs of Dynamo's graph in order. ``token_symbol`` is ``s`` (None:
-    no dynamic token dimension). ``requires_grad[i]`` is per flat input.
+    no dynamic token dimension). ``requires_grad[i]`` is per flat input. ``refused`` says why there
+    is no such graph: ``module`` is then Dynamo's own, without ``val``.
     """
 
     module: GraphModule
@@ -194,6 +195,7 @@ class CapturedGraph:
     specialized: tuple[
         tuple[int, str], ...
     ] = ()  # input sizes the model's code fixed, and where
+    refused: Rejection | None = None
 
 
 Axes = dict[Node, tuple[TokenAxis, ...]]

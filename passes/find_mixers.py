@@ -114,9 +114,7 @@ def make_mixer(
     inputs: dict[Node, None] = {}
     for node in members:
         for x in node.all_input_nodes:
-            for source in (
-                [x] if analysis.kinds[x] is not NodeKind.SYMBOL else origins(x)
-            ):
+            for source in origins(x) if made_again(x, analysis) else [x]:
                 if source not in group:
                     inputs.setdefault(source)
     return Mixer(
@@ -130,13 +128,21 @@ def make_mixer(
     )
 
 
-def origins(size: Node) -> list[Node]:
-    """The graph inputs a size is computed from; the mixer computes it again."""
+def made_again(node: Node, analysis: TokenAnalysis) -> bool:
+    """Whether a mixer computes an input itself: a size, or what is made of parameters, so that
+    they get their gradient."""
+    kind = analysis.kinds[node]
+    derived = kind is NodeKind.STATE and node.op == "call_function"
+    return kind is NodeKind.SYMBOL or (derived and node.meta.get("needs_grad", False))
+
+
+def origins(node: Node) -> list[Node]:
+    """The graph inputs and constants a value is computed from."""
     found: dict[Node, None] = {}
-    pending = [size]
+    pending = [node]
     while pending:
         node = pending.pop()
-        if node.op == "placeholder":
+        if node.op in ("placeholder", "get_attr"):
             found.setdefault(node)
         pending.extend(node.all_input_nodes)
     return list(found)

@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph import Axes, NodeKind, TokenAxis, is_tensor, size_expr, value_of
-from . import token_rules_math  # noqa: F401  (registers its rules)
+from . import prove_function, token_rules_math  # noqa: F401  (register their rules)
 from .token_rules import RULES, NotTokenwise, RuleContext, arg, op_name, pointwise_rule
 from .token_rules_math import loss_rows
 
@@ -295,7 +295,7 @@ def shape_axes(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 # Operators whose SymInt arguments are sizes of the result, so a chunk may put its own length there.
 SIZE_ARGUMENTS = frozenset(
     "view reshape _unsafe_view expand broadcast_to unflatten zeros ones full empty new_zeros "
-    "new_ones new_full new_empty slice narrow repeat split_with_sizes arange".split()
+    "new_ones new_full new_empty slice narrow repeat split_with_sizes arange custom_function".split()
 )
 
 

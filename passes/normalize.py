@@ -92,7 +92,8 @@ def is_view(node: Node) -> bool:
     """Whether the node's result may share memory with its input."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__name__", "") == "getitem"
+        # A user's autograd.Function may return its input, which autograd makes a view.
+        return getattr(target, "__name__", "") in ("getitem", "custom_function")
     return any(r.alias_info is not None for r in target._schema.returns) or op_name(
         node
     ) in (
@@ -106,6 +107,10 @@ def is_view(node: Node) -> bool:
 
 
 def functionalize(captured: CapturedGraph, node: Node) -> None:
+    write_out_of_place(node)
+
+
+def write_out_of_place(node: Node) -> None:
     """``x.add_(y)`` becomes ``z = x.add(y)``; later uses of x become uses of z."""
     name, target = op_name(node), node.args[0]
     change = f"write the {name} out of place in the model"
