@@ -48,6 +48,7 @@ __all__ = [
     "get_keep_graph",
     "inductor_compile",
     "is_checkpoint_op",
+    "is_flex_op",
     "is_function_op",
     "make_fx",
     "mark_dynamic",
@@ -81,6 +82,11 @@ def is_checkpoint_op(target: Any) -> bool:
 def is_function_op(target: Any) -> bool:
     """Whether a call_function target is Dynamo's ``torch.autograd.Function``."""
     return target is autograd_function_apply
+
+
+def is_flex_op(target: Any) -> bool:
+    """Whether a call_function target is ``flex_attention`` as Dynamo writes it."""
+    return target is torch.ops.higher_order.flex_attention
 
 
 def trace_part(fn: Callable[..., Any], *args: Any) -> GraphModule:

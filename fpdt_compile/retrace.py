@@ -7,6 +7,7 @@ captured graph.
 2. A ``torch.autograd.Function`` becomes one node that calls a :class:`CustomFunction`, with its
    forward and backward traced into graphs of their own. Inside another Function only the forward of
    a Function matters: gradients do not pass through it.
+3. ``flex_attention`` becomes attention with explicit scores, see ``flex_attention``.
 
 Limits: a Function that writes into its inputs (``mark_dirty``) is refused.
 """
@@ -21,12 +22,14 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from ._torch_private import (
     is_checkpoint_op,
+    is_flex_op,
     is_function_op,
     record_call,
     trace_part,
     untraced,
 )
 from .errors import CantChunk, Rejection
+from .flex_attention import dead_code, run_flex_attention
 from .graph import source_of
 from .passes.normalize import is_mutation, write_out_of_place
 from .runtime.custom_function import CustomFunction
@@ -39,9 +42,12 @@ class Retracer(Interpreter):
         super().__init__(module)
         self.differentiable = differentiable
         self.node: Node | None = None
+        self.dead = dead_code(module)
 
     def run_node(self, node: Node) -> Any:
         """A module's float attribute (an epsilon) that dynamic=True made symbolic is a number."""
+        if node in self.dead:
+            return None
         self.node = node
         value = node.meta.get("example_value")
         if node.op == "call_method" and node.target == "item":
@@ -57,6 +63,8 @@ class Retracer(Interpreter):
             return self.inside(region).run(*operands)
         if is_function_op(target):
             return self.call_custom(args, kwargs)
+        if is_flex_op(target):
+            return run_flex_attention(self.node, args)
         return super().call_function(target, args, kwargs)
 
     def inside(self, region: GraphModule) -> Retracer:

@@ -35,7 +35,7 @@ from .token_rules_math import loss_rows
 # frequencies times positions contract over 1), so its result is recomputed, never stored.
 HEAVY_CONTRACTION = 16
 LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss")
-SCORE_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+SCORE_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "attention_scores")
 ATTENTION_CALLS = ("scaled_dot_product_attention", "attention_from_scores")
 
 
@@ -295,7 +295,8 @@ def shape_axes(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 # Operators whose SymInt arguments are sizes of the result, so a chunk may put its own length there.
 SIZE_ARGUMENTS = frozenset(
     "view reshape _unsafe_view expand broadcast_to unflatten zeros ones full empty new_zeros "
-    "new_ones new_full new_empty slice narrow repeat split_with_sizes arange custom_function".split()
+    "new_ones new_full new_empty slice narrow repeat split_with_sizes arange "
+    "custom_function".split()
 )
 
 

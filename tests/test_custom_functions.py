@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import copy
 
-import fpdt_compile
 import pytest
 import torch
 import torch.nn.functional as F
-from fpdt_compile.api import backend_of
-from fpdt_compile.testing import compare_training
 from tiny_models import PlainBlock
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+import fpdt_compile
+from fpdt_compile.api import backend_of
+from fpdt_compile.testing import compare_training
 
 WIDTH, VOCAB = 32, 50
 Function = torch.autograd.Function

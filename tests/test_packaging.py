@@ -51,7 +51,7 @@ LAYERS = (
     ("kernels", "runtime"),
     ("kernels (Triton)",),
     ("passes",),
-    ("token_dims", "retrace", "capture", "backend", "explain"),
+    ("token_dims", "flex_attention", "retrace", "capture", "backend", "explain"),
     ("api",),
     ("__init__", "testing"),
 )
