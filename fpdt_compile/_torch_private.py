@@ -59,6 +59,7 @@ __all__ = [
     "statically_known_true",
     "structured_trace",
     "trace_part",
+    "traceable_flex_attention",
     "untraced",
 ]
 
@@ -87,6 +88,38 @@ def is_function_op(target: Any) -> bool:
 def is_flex_op(target: Any) -> bool:
     """Whether a call_function target is ``flex_attention`` as Dynamo writes it."""
     return target is torch.ops.higher_order.flex_attention
+
+
+@contextlib.contextmanager
+def traceable_flex_attention() -> Iterator[None]:
+    """Let Dynamo trace ``flex_attention`` with gradients on a CPU, for the time of one call.
+
+    torch refuses because its own kernel has no backward there; what is traced in this context does
+    not run torch's kernel. A deprecation warning in ``create_block_mask`` would break the graph.
+    """
+    from torch.nn.attention import flex_attention as module
+
+    kept = module._validate_device, module.warnings
+    module._validate_device, module.warnings = _any_device, _Silent
+    try:
+        yield
+    finally:
+        module._validate_device, module.warnings = kept
+
+
+# One object each, so that Dynamo's guards on them hold from call to call.
+
+
+def _any_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Stands in for torch's check of the device."""
+
+
+class _Silent:
+    """Stands in for the module ``warnings``."""
+
+    @staticmethod
+    def warn(*args: Any, **kwargs: Any) -> None:
+        """Say nothing."""
 
 
 def trace_part(fn: Callable[..., Any], *args: Any) -> GraphModule:

@@ -19,7 +19,11 @@ from rich.table import Table
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from ._torch_private import abort_capture, capture_only
+from ._torch_private import (
+    abort_capture,
+    capture_only,
+    traceable_flex_attention,
+)
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
@@ -131,7 +135,8 @@ def explain(
         return abort_capture
 
     TokenMarker(model, config.token_dims).mark(inputs, kwargs)
-    capture_only(model, analyze_only, inputs, kwargs)
+    with traceable_flex_attention():
+        capture_only(model, analyze_only, inputs, kwargs)
     if not found:
         raise ValueError(
             f"model={type(model).__name__}: its call computes nothing that can be captured"

@@ -37,7 +37,8 @@ from .passes.analyze_masks import is_pointwise, op_name
 aten = torch.ops.aten
 CHANGE = "write score_mod and mask_mod with pointwise operators and lookups"
 PAIR = 4  # dimensions of a value for every batch row, head, query and key
-LOOKUPS = ("index", "embedding")
+ALLOWED = ("index", "embedding", "ones_like", "zeros_like", "full_like")
+FACTORIES = ("new_ones", "new_zeros", "new_full")  # take no more than a device from the pair
 LOG2 = math.log(2)
 
 
@@ -109,10 +110,10 @@ def check_mod(flex: Node, traced: GraphModule, num_inputs: int) -> None:
         elif node.op == "call_function" and any(
             x in dependent for x in node.all_input_nodes
         ):
-            dependent.add(node)
-            if node.target is aten.sym_size.int:
+            if node.target is aten.sym_size.int or op_name(node) in FACTORIES:
                 continue
-            known = is_pointwise(node) or op_name(node) in LOOKUPS
+            dependent.add(node)
+            known = is_pointwise(node) or op_name(node) in ALLOWED
             if not known or not is_tensor(node) or value_of(node).dim() != PAIR:
                 raise refuse(flex, f"{op_name(node)} in a mod is not pointwise")
     (output,) = (n for n in traced.graph.nodes if n.op == "output")
