@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.compiler.config
 import torch.fx.traceback as fx_traceback
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, tracing
@@ -95,23 +96,37 @@ def traceable_flex_attention() -> Iterator[None]:
     """Let Dynamo trace ``flex_attention`` with gradients on a CPU, for the time of one call.
 
     torch refuses because its own kernel has no backward there; what is traced in this context does
-    not run torch's kernel. A deprecation warning in ``create_block_mask`` would break the graph.
+    not run torch's kernel. A deprecation warning in ``create_block_mask`` would break the graph, and
+    the lengths that a block mask carries are numbers to Dynamo unless they are named as dynamic.
     """
     from torch.nn.attention import flex_attention as module
 
-    kept = module._validate_device, module.warnings
-    module._validate_device, module.warnings = _any_device, _Silent
-    try:
+    if module._validate_device is _validate_eager_device:  # a call inside a call
         yield
+        return
+    kept = module._validate_device, module.warnings
+    _torch_checks.append(kept[0])
+    module._validate_device, module.warnings = _validate_eager_device, _Silent
+    sources = torch.compiler.config.dynamic_sources
+    named = f"{sources},{BLOCK_MASK_LENGTHS}" if sources else BLOCK_MASK_LENGTHS
+    try:
+        with torch.compiler.config.patch(dynamic_sources=named):
+            yield
     finally:
         module._validate_device, module.warnings = kept
+        _torch_checks.pop()
 
+
+BLOCK_MASK_LENGTHS = r".*\.seq_lengths\[\d\]"
 
 # One object each, so that Dynamo's guards on them hold from call to call.
+_torch_checks: list[Callable[..., None]] = []
 
 
-def _any_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Stands in for torch's check of the device."""
+def _validate_eager_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Stands in for torch's check of the device; what is not traced is checked as ever."""
+    if not torch.compiler.is_dynamo_compiling():
+        _torch_checks[-1](q, k, v)
 
 
 class _Silent:

@@ -28,7 +28,7 @@ from ._torch_private import (
     specializations,
     statically_known_true,
 )
-from .errors import CantChunk, InvariantError
+from .errors import CantChunk, InvariantError, Rejection
 from .graph import CapturedGraph, is_tensor, size_expr, value_of
 from .passes.find_token_axes import find_token_symbol
 from .retrace import Retracer
@@ -41,13 +41,15 @@ def capture(module: GraphModule) -> CapturedGraph:
     """Retrace Dynamo's ``module``; see the module docstring."""
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in inputs]
-    mode = next(f.fake_mode for f in fakes if isinstance(f, FakeTensor))
-    label_modes(module)
-    unify_sizes([f for f in fakes if isinstance(f, torch.Tensor)])
-    detached = [f.detach() if isinstance(f, torch.Tensor) else f for f in fakes]
     requires_grad = tuple(
         isinstance(f, torch.Tensor) and f.requires_grad for f in fakes
     )
+    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    if mode is None:
+        return not_captured(module, requires_grad, NO_TENSOR)
+    label_modes(module)
+    unify_sizes([f for f in fakes if isinstance(f, torch.Tensor)])
+    detached = [f.detach() if isinstance(f, torch.Tensor) else f for f in fakes]
     try:
         with mode, preserve_node_meta(), torch.no_grad():
             traced = make_fx(
@@ -56,13 +58,7 @@ def capture(module: GraphModule) -> CapturedGraph:
                 record_stack_traces=False,
             )(*detached)
     except CantChunk as error:
-        return CapturedGraph(
-            module=module,
-            token_symbol=None,
-            requires_grad=requires_grad,
-            grad_enabled=torch.is_grad_enabled(),
-            refused=error.rejection,
-        )
+        return not_captured(module, requires_grad, error.rejection)
     graph = traced.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, source, needs in zip(placeholders, inputs, requires_grad, strict=True):
@@ -83,6 +79,27 @@ def capture(module: GraphModule) -> CapturedGraph:
         requires_grad=requires_grad,
         grad_enabled=torch.is_grad_enabled(),
         specialized=tuple(specializations(module)),
+    )
+
+
+NO_TENSOR = Rejection(
+    op="graph",
+    source="unknown",
+    reason="this part of the model has no tensor as an input",
+    change="nothing, if another part holds the attentions",
+)
+
+
+def not_captured(
+    module: GraphModule, requires_grad: tuple[bool, ...], why: Rejection
+) -> CapturedGraph:
+    """Dynamo's graph itself, with the reason why it is no more than that."""
+    return CapturedGraph(
+        module=module,
+        token_symbol=None,
+        requires_grad=requires_grad,
+        grad_enabled=torch.is_grad_enabled(),
+        refused=why,
     )
 
 

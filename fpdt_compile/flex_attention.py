@@ -38,7 +38,11 @@ aten = torch.ops.aten
 CHANGE = "write score_mod and mask_mod with pointwise operators and lookups"
 PAIR = 4  # dimensions of a value for every batch row, head, query and key
 ALLOWED = ("index", "embedding", "ones_like", "zeros_like", "full_like")
-FACTORIES = ("new_ones", "new_zeros", "new_full")  # take no more than a device from the pair
+FACTORIES = (
+    "new_ones",
+    "new_zeros",
+    "new_full",
+)  # take no more than a device from the pair
 LOG2 = math.log(2)
 
 
@@ -54,7 +58,9 @@ def run_flex_attention(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The results (out, logsumexp / ln 2, None) of Dynamo's call ``node``."""
     q, k, v, score_mod, block_mask, scale, _, score_buffers, mask_buffers = args
     if output_of(node, 2) is not None:
-        raise refuse(node, "returns the row maxima of its scores", "do not ask for them")
+        raise refuse(
+            node, "returns the row maxima of its scores", "do not ask for them"
+        )
     batch = q.shape[0]
     if k.shape[0] != batch:
         k, v = (x.expand(batch, *x.shape[1:]) for x in (k, v))
@@ -224,7 +230,9 @@ def dead_code(module: GraphModule) -> set[Node]:
     for start, end in levels:
         if any(n in live for n in nodes[start + 1 : end]):
             live.update((nodes[start], nodes[end]))
-    return {n for n in nodes if n not in live and n.op not in ("placeholder", "get_attr")}
+    return {
+        n for n in nodes if n not in live and n.op not in ("placeholder", "get_attr")
+    }
 
 
 def reads(user: Node, node: Node) -> bool:
@@ -233,7 +241,9 @@ def reads(user: Node, node: Node) -> bool:
         return True
     q, k, v, score_mod, block_mask, scale, _, *buffers = user.args
     needed: list[Node] = []
-    torch.fx.map_arg((q, k, v, score_mod, block_mask[-1], scale, buffers), needed.append)
+    torch.fx.map_arg(
+        (q, k, v, score_mod, block_mask[-1], scale, buffers), needed.append
+    )
     return node in needed
 
 

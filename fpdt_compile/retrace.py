@@ -9,7 +9,8 @@ captured graph.
    a Function matters: gradients do not pass through it.
 3. ``flex_attention`` becomes attention with explicit scores, see ``flex_attention``.
 
-Limits: a Function that writes into its inputs (``mark_dirty``) is refused.
+Limits: a Function that writes into its inputs (``mark_dirty``), and code under ``torch.vmap``, are
+refused.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Retracer(Interpreter):
             return self.inside(region).run(*operands)
         if is_function_op(target):
             return self.call_custom(args, kwargs)
+        if getattr(target, "__name__", "") == "_vmap_increment_nesting":
+            raise self.refuse("is vmapped", "write the batch dimension out")
         if is_flex_op(target):
             return run_flex_attention(self.node, args)
         return super().call_function(target, args, kwargs)

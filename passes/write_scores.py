@@ -120,7 +120,9 @@ def copy_index(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
     inner = roles.moved(lambda dim: dim - used[0])
     copies: list[Node | None] = [None] * used[0]
     for i in (x for x in indices if x is not None):
-        copies.append(builder.copy(i, builder.shifted(i, inner, rank - value_of(i).dim())))
+        copies.append(
+            builder.copy(i, builder.shifted(i, inner, rank - value_of(i).dim()))
+        )
     table = builder.copy(table, Roles(None, None))
     return builder.call(node, node.target, (table, copies))
 
