@@ -7,7 +7,9 @@ In: the graph as captured. Out: the same values, with
 2. operators that do nothing erased (``to`` the same dtype and device, whole slices, ``contiguous``,
    dropout that is off, expands to the same shape), ``view`` made ``reshape`` so that erasing a
    ``contiguous`` cannot break it;
-3. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
+3. ``expand_as`` and ``full_like`` of scores written with sizes, which is all they read of their
+   argument;
+4. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
 """
 
 from __future__ import annotations
@@ -59,6 +61,10 @@ class Normalize(GraphPass):
                 yield Rewrite(node, drop_empty_parts)
             elif does_nothing(node):
                 yield Rewrite(node, replace_by_input)
+            elif node.target is aten.expand_as.default:
+                yield Rewrite(node, expand_to_sizes)
+            elif op_name(node) in FILLED_LIKE and has_two_sequences(node, symbol):
+                yield Rewrite(node, fill_of_sizes)
             elif node.target is aten.view.default:
                 yield Rewrite(node, view_to_reshape)
             elif symbol is not None and is_mean_loss(node, symbol):
@@ -206,6 +212,43 @@ def replace_by_input(captured: CapturedGraph, node: Node) -> None:
 
 def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
     node.target = aten.reshape.default
+
+
+def expand_to_sizes(captured: CapturedGraph, node: Node) -> None:
+    """``x.expand_as(y)`` reads no more of y than its shape."""
+    with node.graph.inserting_before(node):
+        sizes = sizes_of(node)
+        new = insert_call(
+            node.graph, aten.expand.default, (node.args[0], sizes), {}, node
+        )
+    replace_keeping_grad(node, new, [new])
+
+
+FILLED_LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None}
+
+
+def has_two_sequences(node: Node, symbol: sympy.Symbol | None) -> bool:
+    sizes = [size_expr(s) for s in value_of(node).shape]
+    return sum(symbol in size.free_symbols for size in sizes) > 1
+
+
+def fill_of_sizes(captured: CapturedGraph, node: Node) -> None:
+    """``torch.full_like(scores, -inf)`` reads no more of the scores than their shape."""
+    fill = FILLED_LIKE[op_name(node)]
+    fill = arg(node, 1, "fill_value") if fill is None else fill
+    value = value_of(node)
+    kwargs = {"dtype": value.dtype, "device": value.device}
+    with node.graph.inserting_before(node):
+        new = insert_call(
+            node.graph, aten.full.default, (sizes_of(node), fill), kwargs, node
+        )
+    replace_keeping_grad(node, new, [new])
+
+
+def sizes_of(node: Node) -> list[int | Node]:
+    return [
+        size_of_expr(node.graph, size_expr(size), node) for size in value_of(node).shape
+    ]
 
 
 def has_symbol(node: Node, symbol: sympy.Symbol) -> bool:
