@@ -9,20 +9,24 @@ In: the graph as captured. Out: the same values, with
    ``contiguous`` cannot break it;
 3. ``expand_as`` and ``full_like`` of scores written with sizes, which is all they read of their
    argument;
-4. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
+4. an einsum of two tensors over sequences written as a matrix product;
+5. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 import torch
 from torch.fx import Node
 
+from ..errors import CantChunk
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from .base import GraphPass, insert_call, refuse
+from .einsum_products import Product, match_product, write_product
 from .find_token_axes import LOSSES
 from .sizes import find_size, size_of_expr
 from .token_rules import arg, op_name
@@ -61,6 +65,8 @@ class Normalize(GraphPass):
                 yield Rewrite(node, drop_empty_parts)
             elif does_nothing(node):
                 yield Rewrite(node, replace_by_input)
+            elif (product := match_product(node, symbol)) is not None:
+                yield Rewrite(node, partial(product_of_einsum, product=product))
             elif node.target is aten.expand_as.default:
                 yield Rewrite(node, expand_to_sizes)
             elif op_name(node) in FILLED_LIKE and has_two_sequences(node, symbol):
@@ -214,10 +220,18 @@ def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
     node.target = aten.reshape.default
 
 
+def product_of_einsum(
+    captured: CapturedGraph, node: Node, *, product: Product
+) -> None:
+    write_product(node, product)
+
+
 def expand_to_sizes(captured: CapturedGraph, node: Node) -> None:
     """``x.expand_as(y)`` reads no more of y than its shape."""
     with node.graph.inserting_before(node):
         sizes = sizes_of(node)
+        if sizes is None:
+            return
         new = insert_call(
             node.graph, aten.expand.default, (node.args[0], sizes), {}, node
         )
@@ -239,16 +253,20 @@ def fill_of_sizes(captured: CapturedGraph, node: Node) -> None:
     value = value_of(node)
     kwargs = {"dtype": value.dtype, "device": value.device}
     with node.graph.inserting_before(node):
-        new = insert_call(
-            node.graph, aten.full.default, (sizes_of(node), fill), kwargs, node
-        )
+        sizes = sizes_of(node)
+        if sizes is None:
+            return
+        new = insert_call(node.graph, aten.full.default, (sizes, fill), kwargs, node)
     replace_keeping_grad(node, new, [new])
 
 
-def sizes_of(node: Node) -> list[int | Node]:
-    return [
-        size_of_expr(node.graph, size_expr(size), node) for size in value_of(node).shape
-    ]
+def sizes_of(node: Node) -> list[int | Node] | None:
+    """The sizes as numbers and nodes; None if one is no sum of products of input sizes."""
+    shape = [size_expr(size) for size in value_of(node).shape]
+    try:
+        return [size_of_expr(node.graph, size, node) for size in shape]
+    except CantChunk:
+        return None
 
 
 def has_symbol(node: Node, symbol: sympy.Symbol) -> bool:
