@@ -60,7 +60,7 @@ __all__ = [
     "statically_known_true",
     "structured_trace",
     "trace_part",
-    "traceable_flex_attention",
+    "traceable_torch",
     "untraced",
 ]
 
@@ -91,42 +91,60 @@ def is_flex_op(target: Any) -> bool:
     return target is torch.ops.higher_order.flex_attention
 
 
+BLOCK_MASK_LENGTHS = r".*\.seq_lengths\[\d\]"
+
+
 @contextlib.contextmanager
-def traceable_flex_attention() -> Iterator[None]:
-    """Let Dynamo trace ``flex_attention`` with gradients on a CPU, for the time of one call.
+def traceable_torch() -> Iterator[None]:
+    """Let Dynamo trace torch's own attention in one piece, for the time of one call.
 
-    torch refuses because its own kernel has no backward there; what is traced in this context does
-    not run torch's kernel. A deprecation warning in ``create_block_mask`` would break the graph, and
-    the lengths that a block mask carries are numbers to Dynamo unless they are named as dynamic.
+    - torch refuses ``flex_attention`` with gradients on a CPU because its own kernel has no
+      backward there; what is traced in this context does not run torch's kernel.
+    - A deprecation warning in ``create_block_mask`` would break the graph, and the lengths that a
+      block mask carries are numbers to Dynamo unless they are named as dynamic.
+    - ``nn.TransformerEncoder`` looks at a mask's values to find out whether it is causal, which
+      breaks the graph too; it needs to know that only to choose a kernel.
+
+    Code that is not traced runs torch's own functions.
     """
-    from torch.nn.attention import flex_attention as module
+    from torch.nn.attention import flex_attention as flex
+    from torch.nn.modules import transformer
 
-    if module._validate_device is _validate_eager_device:  # a call inside a call
+    if flex._validate_device is _validate_eager_device:  # a call inside a call
         yield
         return
-    kept = module._validate_device, module.warnings
-    _torch_checks.append(kept[0])
-    module._validate_device, module.warnings = _validate_eager_device, _Silent
+    kept = flex._validate_device, flex.warnings, transformer._detect_is_causal_mask
+    _torch_checks.append((kept[0], kept[2]))
+    flex._validate_device, flex.warnings = _validate_eager_device, _Silent
+    transformer._detect_is_causal_mask = _is_causal_if_told
     sources = torch.compiler.config.dynamic_sources
     named = f"{sources},{BLOCK_MASK_LENGTHS}" if sources else BLOCK_MASK_LENGTHS
     try:
         with torch.compiler.config.patch(dynamic_sources=named):
             yield
     finally:
-        module._validate_device, module.warnings = kept
+        flex._validate_device, flex.warnings = kept[:2]
+        transformer._detect_is_causal_mask = kept[2]
         _torch_checks.pop()
 
 
-BLOCK_MASK_LENGTHS = r".*\.seq_lengths\[\d\]"
-
 # One object each, so that Dynamo's guards on them hold from call to call.
-_torch_checks: list[Callable[..., None]] = []
+_torch_checks: list[tuple[Callable[..., None], Callable[..., bool]]] = []
 
 
 def _validate_eager_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Stands in for torch's check of the device; what is not traced is checked as ever."""
+    """Stands in for torch's check of the device."""
     if not torch.compiler.is_dynamo_compiling():
-        _torch_checks[-1](q, k, v)
+        _torch_checks[-1][0](q, k, v)
+
+
+def _is_causal_if_told(
+    mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    """Stands in for torch's look at the mask."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _torch_checks[-1][1](mask, is_causal, size)
+    return is_causal is True
 
 
 class _Silent:

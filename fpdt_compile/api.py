@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch_private import own_errors, traceable_flex_attention
+from ._torch_private import own_errors, traceable_torch
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .passes.compile_bodies import CompileStats
@@ -62,7 +62,7 @@ def optimize(
     @functools.wraps(model.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         marker.mark(args, kwargs)
-        with own_errors(), traceable_flex_attention():
+        with own_errors(), traceable_torch():
             return compiled(*args, **kwargs)
 
     call.fpdt_backend = backend

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from ._torch_private import (
     abort_capture,
     capture_only,
-    traceable_flex_attention,
+    traceable_torch,
 )
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
@@ -135,7 +135,7 @@ def explain(
         return abort_capture
 
     TokenMarker(model, config.token_dims).mark(inputs, kwargs)
-    with traceable_flex_attention():
+    with traceable_torch():
         capture_only(model, analyze_only, inputs, kwargs)
     if not found:
         raise ValueError(

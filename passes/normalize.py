@@ -10,7 +10,8 @@ In: the graph as captured. Out: the same values, with
 3. ``expand_as`` and ``full_like`` of scores written with sizes, which is all they read of their
    argument;
 4. an einsum of two tensors over sequences written as a matrix product;
-5. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
+5. masks flattened over batch and heads and unflattened again left as they were;
+6. mean losses and means over tokens written as a sum over a count, because sums over chunks add up.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .einsum_products import Product, match_product, write_product
 from .find_token_axes import LOSSES
 from .sizes import find_size, size_of_expr
 from .token_rules import arg, op_name
+from .unflatten_leads import unflatten, unflattens
 
 aten = torch.ops.aten
 MODE_CALLS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
@@ -67,6 +69,8 @@ class Normalize(GraphPass):
                 yield Rewrite(node, replace_by_input)
             elif (product := match_product(node, symbol)) is not None:
                 yield Rewrite(node, partial(product_of_einsum, product=product))
+            elif unflattens(node):
+                yield Rewrite(node, without_flattening)
             elif node.target is aten.expand_as.default:
                 yield Rewrite(node, expand_to_sizes)
             elif op_name(node) in FILLED_LIKE and has_two_sequences(node, symbol):
@@ -224,6 +228,10 @@ def product_of_einsum(
     captured: CapturedGraph, node: Node, *, product: Product
 ) -> None:
     write_product(node, product)
+
+
+def without_flattening(captured: CapturedGraph, node: Node) -> None:
+    unflatten(node)
 
 
 def expand_to_sizes(captured: CapturedGraph, node: Node) -> None:

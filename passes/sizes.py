@@ -51,4 +51,10 @@ def size_of_expr(graph: Graph, expr: sympy.Expr, like: Node) -> Node | int:
                 result = insert_call(graph, combine, (result, value), {}, like)
         assert result is not None
         return result
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 1:
+        base = size_of_expr(graph, expr.base, like)
+        result = base
+        for _ in range(int(expr.exp) - 1):
+            result = insert_call(graph, operator.mul, (result, base), {}, like)
+        return result
     raise refuse(like, f"computes with the size {expr}", "use plain dimension sizes")
