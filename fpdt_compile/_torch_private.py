@@ -16,12 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.compiler.config
 import torch.fx.traceback as fx_traceback
 from torch._dynamo.source import ConstantSource
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.utils import reenter_make_fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node, Proxy
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -29,6 +37,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max as SymMax
 from torch.utils._sympy.functions import Min as SymMin
 from torch.utils._sympy.interp import sympy_interp
@@ -40,11 +49,14 @@ __all__ = [
     "ShapeEnv",
     "SymMax",
     "SymMin",
+    "autograd_function_apply",
     "decided_by_hints",
     "fake_with_symbolic_dims",
     "get_keep_graph",
     "inductor_compile",
     "is_checkpoint_op",
+    "is_flex_op",
+    "is_function_op",
     "logging_skipped",
     "make_fx",
     "mark_dynamic",
@@ -52,11 +64,16 @@ __all__ = [
     "new_size",
     "outside_tracing",
     "preserve_node_meta",
+    "record_call",
     "statically_known_true",
     "structured_trace",
+    "trace_part",
+    "traceable_torch",
+    "untraced",
     "write_size",
 ]
 
+untraced = disable_proxy_modes_tracing
 preserve_node_meta = fx_traceback.preserve_node_meta
 
 
@@ -87,6 +104,95 @@ def is_checkpoint_op(target: Any) -> bool:
         torch.ops.higher_order.tag_activation_checkpoint,
         torch.ops.higher_order.wrap_activation_checkpoint,
     )
+
+
+def is_function_op(target: Any) -> bool:
+    """Whether a call_function target is Dynamo's ``torch.autograd.Function``."""
+    return target is autograd_function_apply
+
+
+def is_flex_op(target: Any) -> bool:
+    """Whether a call_function target is ``flex_attention`` as Dynamo writes it."""
+    return target is torch.ops.higher_order.flex_attention
+
+
+BLOCK_MASK_LENGTHS = r".*\.seq_lengths\[\d\]"
+
+
+@contextlib.contextmanager
+def traceable_torch() -> Iterator[None]:
+    """Let Dynamo trace torch's own attention in one piece, for the time of one call.
+
+    - torch refuses ``flex_attention`` with gradients on a CPU because its own kernel has no
+      backward there; what is traced in this context does not run torch's kernel.
+    - A deprecation warning in ``create_block_mask`` would break the graph, and the lengths that a
+      block mask carries are numbers to Dynamo unless they are named as dynamic.
+    - ``nn.TransformerEncoder`` looks at a mask's values to find out whether it is causal, which
+      breaks the graph too; it needs to know that only to choose a kernel.
+
+    Code that is not traced runs torch's own functions.
+    """
+    from torch.nn.attention import flex_attention as flex
+    from torch.nn.modules import transformer
+
+    if flex._validate_device is _validate_eager_device:  # a call inside a call
+        yield
+        return
+    kept = flex._validate_device, flex.warnings, transformer._detect_is_causal_mask
+    _torch_checks.append((kept[0], kept[2]))
+    flex._validate_device, flex.warnings = _validate_eager_device, _Silent
+    transformer._detect_is_causal_mask = _is_causal_if_told
+    sources = torch.compiler.config.dynamic_sources
+    named = f"{sources},{BLOCK_MASK_LENGTHS}" if sources else BLOCK_MASK_LENGTHS
+    try:
+        with torch.compiler.config.patch(dynamic_sources=named):
+            yield
+    finally:
+        flex._validate_device, flex.warnings = kept[:2]
+        transformer._detect_is_causal_mask = kept[2]
+        _torch_checks.pop()
+
+
+# One object each, so that Dynamo's guards on them hold from call to call.
+_torch_checks: list[tuple[Callable[..., None], Callable[..., bool]]] = []
+
+
+def _validate_eager_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Stands in for torch's check of the device."""
+    if not torch.compiler.is_dynamo_compiling():
+        _torch_checks[-1][0](q, k, v)
+
+
+def _is_causal_if_told(
+    mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    """Stands in for torch's look at the mask."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _torch_checks[-1][1](mask, is_causal, size)
+    return is_causal is True
+
+
+class _Silent:
+    """Stands in for the module ``warnings``."""
+
+    @staticmethod
+    def warn(*args: Any, **kwargs: Any) -> None:
+        """Say nothing."""
+
+
+def trace_part(fn: Callable[..., Any], *args: Any) -> GraphModule:
+    """Trace ``fn`` into a graph of its own, in the middle of a trace."""
+    return reenter_make_fx(fn)(*args)
+
+
+def record_call(target: Callable[..., Any], *args: Any) -> Any:
+    """Call ``target`` in the middle of a trace as one node, whatever it is made of."""
+    mode = get_proxy_mode()
+    with disable_proxy_modes_tracing():
+        result = target(*args)
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, args)
+    made = mode.tracer.create_proxy("call_function", target, proxies, {})
+    return track_tensor_tree(result, made, constant=None, tracer=mode.tracer)
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch_private import logging_skipped, own_errors
+from ._torch_private import logging_skipped, own_errors, traceable_torch
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .passes.compile_bodies import CompileStats
@@ -64,7 +64,7 @@ def optimize(
     def call(*args: Any, **kwargs: Any) -> Any:
         marker.mark(args, kwargs)
         install_recording_hooks(model, kwargs)
-        with own_errors(), logging_skipped():
+        with own_errors(), logging_skipped(), traceable_torch():
             return compiled(*args, **kwargs)
 
     call.fpdt_backend = backend

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ._torch_private import run_without_tracing
+from ._torch_private import is_flex_op, run_without_tracing
 from .capture import capture
 from .config import FpdtConfig
 from .errors import CantChunk, Rejection
 from .passes.compile_bodies import BodyCache, CompileStats
 from .passes.lower import Lowering
 from .passes.manager import Analysis, analyze
+from .passes.trace_bodies import BodyInterpreter
 from .passes.verify import verify_regions
 from .runtime.autograd import StepRunner
 from .runtime.outputs import UnmaterializedOutput
@@ -56,7 +57,7 @@ class FpdtBackend:
         self.analyses.append(result)
         warn(result.rejections, chunked=result.cut is not None)
         if result.cut is None or not (result.cut.blocks or result.cut.head):
-            return module.forward
+            return run_whole(module, result)
         return self.lower(result)
 
     def analyze(self, module: GraphModule) -> Analysis:
@@ -96,6 +97,27 @@ class FpdtBackend:
             )
 
         return StepRunner(program, make_step, dropped_output)
+
+
+def run_whole(module: GraphModule, result: Analysis) -> Callable[..., Any]:
+    """Dynamo's graph as it is, but for flex_attention with gradients on a CPU: torch has no
+    backward for it there, so what was captured runs (and what was not is an error)."""
+    needs_grad = result.captured.grad_enabled and any(result.captured.requires_grad)
+    if not needs_grad or not has_flex_on_cpu(module):
+        return module.forward
+    captured = capture(module)  # the analysis may have changed the one it was given
+    if captured.refused is not None:
+        raise CantChunk(captured.refused)
+    return lambda *inputs: BodyInterpreter(captured.module).run(*inputs)
+
+
+def has_flex_on_cpu(module: GraphModule) -> bool:
+    return any(
+        node.op == "call_function"
+        and is_flex_op(node.target)
+        and node.args[0].meta["example_value"].device.type == "cpu"
+        for node in module.graph.nodes
+    )
 
 
 def optimized_backend(model: nn.Module) -> FpdtBackend | None:

@@ -6,77 +6,60 @@ every size that depends on a sequence is an expression in that sequence's one sy
 
 Contract: Dynamo's graph is not changed. Each node carries ``val`` (fake value), ``stack_trace``
 (the user's line), ``autocast`` (the state its ops run under: Dynamo keeps the caller's implicit),
-and ``needs_grad``. Activation-checkpoint regions are inlined: what is recomputed is the planner's
-choice.
-
-Limits: higher-order ops other than checkpointing are left to fail the retrace, and the graph then
-runs as Dynamo captured it.
+and ``needs_grad``. Higher-order ops are unfolded by ``retrace``.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from ._torch_private import (
     FakeTensor,
     SymMax,
     SymMin,
     current_autocast,
-    is_checkpoint_op,
     make_fx,
     preserve_node_meta,
     specializations,
     statically_known_true,
 )
-from .errors import InvariantError
+from .errors import CantChunk, InvariantError, Rejection
 from .graph import CapturedGraph, is_tensor, size_expr, value_of
 from .passes.find_token_axes import find_token_symbols
+from .retrace import Retracer
+from .runtime.custom_function import CustomFunction
 
 CUSTOM_KEY = "fpdt_compile"
-
-
-class _Retracer(Interpreter):
-    """Runs Dynamo's graph under a tracer, with checkpoint regions inlined."""
-
-    def run_node(self, node: Node) -> Any:
-        """A module's float attribute (an epsilon) that dynamic=True made symbolic is a number."""
-        value = node.meta.get("example_value")
-        if node.op == "call_method" and node.target == "item":
-            if isinstance(value, torch.SymFloat):
-                return float(value)
-        return super().run_node(node)
-
-    def call_function(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if is_checkpoint_op(target):
-            region, operands = args[0], args[1:]
-            return _Retracer(region).run(*operands)
-        return super().call_function(target, args, kwargs)
 
 
 def capture(module: GraphModule) -> CapturedGraph:
     """Retrace Dynamo's ``module``; see the module docstring."""
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in inputs]
-    mode = next(f.fake_mode for f in fakes if isinstance(f, FakeTensor))
-    label_modes(module)
-    unify_sizes([f for f in fakes if isinstance(f, torch.Tensor)])
-    detached = [f.detach() if isinstance(f, torch.Tensor) else f for f in fakes]
-    with mode, preserve_node_meta(), torch.no_grad():
-        traced = make_fx(
-            lambda *flat: _Retracer(module).run(*flat),
-            pre_dispatch=True,
-            record_stack_traces=False,
-        )(*detached)
-    graph = traced.graph
     requires_grad = tuple(
         isinstance(f, torch.Tensor) and f.requires_grad for f in fakes
     )
+    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    if mode is None:
+        return not_captured(module, requires_grad, NO_TENSOR)
+    label_modes(module)
+    unify_sizes([f for f in fakes if isinstance(f, torch.Tensor)])
+    detached = [f.detach() if isinstance(f, torch.Tensor) else f for f in fakes]
+    try:
+        with mode, preserve_node_meta(), torch.no_grad():
+            traced = make_fx(
+                lambda *flat: Retracer(module).run(*flat),
+                pre_dispatch=True,
+                record_stack_traces=False,
+            )(*detached)
+    except CantChunk as error:
+        return not_captured(module, requires_grad, error.rejection)
+    graph = traced.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, source, needs in zip(placeholders, inputs, requires_grad, strict=True):
         node.meta["requires_grad"] = node.meta["needs_grad"] = needs
@@ -96,6 +79,27 @@ def capture(module: GraphModule) -> CapturedGraph:
         requires_grad=requires_grad,
         grad_enabled=torch.is_grad_enabled(),
         specialized=tuple(specializations(module)),
+    )
+
+
+NO_TENSOR = Rejection(
+    op="graph",
+    source="unknown",
+    reason="this part of the model has no tensor as an input",
+    change="nothing, if another part holds the attentions",
+)
+
+
+def not_captured(
+    module: GraphModule, requires_grad: tuple[bool, ...], why: Rejection
+) -> CapturedGraph:
+    """Dynamo's graph itself, with the reason why it is no more than that."""
+    return CapturedGraph(
+        module=module,
+        token_symbols=(),
+        requires_grad=requires_grad,
+        grad_enabled=torch.is_grad_enabled(),
+        refused=why,
     )
 
 
@@ -198,4 +202,15 @@ def propagate_needs_grad(module: GraphModule) -> None:
             and not node.meta.get("grad_off", False)
             and node.target is not torch.ops.aten.detach.default
             and any(x.meta.get("needs_grad", False) for x in node.all_input_nodes)
+            and not is_non_differentiable(node)
         )
+
+
+def is_non_differentiable(node: Node) -> bool:
+    """Whether the user's autograd.Function marked this output of it so."""
+    source = node.args[0] if node.target is operator.getitem else None
+    function = source.target if isinstance(source, Node) else None
+    return (
+        isinstance(function, CustomFunction)
+        and node.args[1] in function.non_differentiable
+    )

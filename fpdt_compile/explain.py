@@ -19,7 +19,11 @@ from rich.table import Table
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from ._torch_private import abort_capture, capture_only
+from ._torch_private import (
+    abort_capture,
+    capture_only,
+    traceable_torch,
+)
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
@@ -133,7 +137,8 @@ def explain(
 
     TokenMarker(model, config.token_dims).mark(inputs, kwargs)
     install_recording_hooks(model, kwargs)
-    capture_only(model, analyze_only, inputs, kwargs)
+    with traceable_torch():
+        capture_only(model, analyze_only, inputs, kwargs)
     if not found:
         raise ValueError(
             f"model={type(model).__name__}: its call computes nothing that can be captured"

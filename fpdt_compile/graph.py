@@ -204,6 +204,7 @@ class CapturedGraph:
     ``module`` takes the flat inputs of Dynamo's graph in order. ``token_symbols`` are the lengths
     of the sequences (none: no dynamic token dimension). ``requires_grad[i]`` is per flat input.
     ``lengths`` are those of ``token_symbols`` that are no input's size, and their values.
+    ``refused`` says why there is no such graph: ``module`` is then Dynamo's own, without ``val``.
     """
 
     module: GraphModule
@@ -214,6 +215,7 @@ class CapturedGraph:
     specialized: tuple[
         tuple[int, str], ...
     ] = ()  # input sizes the model's code fixed, and where
+    refused: Rejection | None = None
 
 
 Axes = dict[Node, tuple[TokenAxis, ...]]

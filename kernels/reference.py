@@ -57,7 +57,7 @@ def attention_from_scores(
         column = column.expand(*logits.shape[:3], 1)
         weights = torch.softmax(torch.cat([logits, column], dim=-1), dim=-1)[..., :-1]
     else:
-        weights = torch.softmax(logits, dim=-1)
+        weights = torch._safe_softmax(logits, dim=-1)
     if seed is not None and dropout_p > 0.0:
         keep = keep_mask(seed, weights.shape, 0, 0, dropout_p)
         weights = weights * keep.to(work) / (1.0 - dropout_p)

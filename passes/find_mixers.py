@@ -115,7 +115,7 @@ def make_mixer(
     inputs: dict[Node, None] = {}
     for node in members:
         for x in node.all_input_nodes:
-            for source in sources_of(x, analysis):
+            for source in origins(x) if made_again(x, analysis) else [x]:
                 if source not in group:
                     inputs.setdefault(source)
     return Mixer(
@@ -134,21 +134,21 @@ def make_mixer(
     )
 
 
-def sources_of(node: Node, analysis: TokenAnalysis) -> list[Node]:
-    """What a mixer takes as input to get ``node``: a size, and what is made of parameters, it
-    computes again (a gradient goes through it)."""
+def made_again(node: Node, analysis: TokenAnalysis) -> bool:
+    """Whether a mixer computes an input itself: a size, or what is made of parameters, so that
+    they get their gradient."""
     kind = analysis.kinds[node]
-    remade = kind is NodeKind.STATE and node.meta.get("needs_grad", False)
-    return origins(node) if kind is NodeKind.SYMBOL or remade else [node]
+    derived = kind is NodeKind.STATE and node.op == "call_function"
+    return kind is NodeKind.SYMBOL or (derived and node.meta.get("needs_grad", False))
 
 
 def origins(node: Node) -> list[Node]:
-    """The graph inputs a value is computed from."""
+    """The graph inputs and constants a value is computed from."""
     found: dict[Node, None] = {}
     pending = [node]
     while pending:
         node = pending.pop()
-        if node.op == "placeholder":
+        if node.op in ("placeholder", "get_attr"):
             found.setdefault(node)
         pending.extend(node.all_input_nodes)
     return list(found)

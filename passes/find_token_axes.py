@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 
 from ..graph import Axes, NodeKind, TokenAxis, is_tensor, size_expr, value_of
 from ..kernels.reference import as_tokens
-from . import token_rules_math, token_rules_routing  # noqa: F401  (they register rules)
+from . import prove_function, token_rules_math, token_rules_routing  # noqa: F401  (register rules)
 from .find_totals import demote_used_totals, is_total
 from .token_rules import RULES, NotTokenwise, RuleContext, arg, op_name, pointwise_rule
 from .token_rules_rows import FACT_RULES, roots_of
@@ -36,7 +36,7 @@ from .token_rules_rows import FACT_RULES, roots_of
 # A product whose contracted dimension is shorter than this is as cheap as a pointwise op (rotary
 # frequencies times positions contract over 1), so its result is recomputed, never stored.
 HEAVY_CONTRACTION = 16
-SCORE_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+SCORE_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "attention_scores")
 ENDS = {NodeKind.TOTAL, NodeKind.EPILOGUE}
 ATTENTION_CALLS = ("scaled_dot_product_attention", "attention_from_scores")
 
@@ -357,7 +357,8 @@ def shape_axes(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 # Operators whose SymInt arguments are sizes of the result, so a chunk may put its own length there.
 SIZE_ARGUMENTS = frozenset(
     "view reshape _unsafe_view expand broadcast_to unflatten zeros ones full empty new_zeros "
-    "new_ones new_full new_empty slice narrow repeat split_with_sizes arange".split()
+    "new_ones new_full new_empty slice narrow repeat split_with_sizes arange "
+    "custom_function".split()
 )
 
 

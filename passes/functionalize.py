@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import CapturedGraph, value_of
+from ..graph import value_of
 from ..kernels.reference import as_tokens
 from .base import insert_call, refuse
 from .token_rules import arg, op_name
@@ -38,7 +38,8 @@ def is_view(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         if getattr(target, "__name__", "") == "getitem":
             return is_view(node.args[0])  # parts of topk are tensors of their own
-        return target is as_tokens
+        # A user's autograd.Function may return its input, which autograd makes a view.
+        return target is as_tokens or op_name(node) == "custom_function"
     if op_name(node) in MAY_COPY:
         return may_share(node)
     aliases = any(r.alias_info is not None for r in target._schema.returns)
@@ -51,7 +52,7 @@ def may_share(node: Node) -> bool:
     return ours._cdata == theirs._cdata
 
 
-def functionalize(captured: CapturedGraph, node: Node) -> None:
+def write_out_of_place(node: Node) -> None:
     """Replace one in-place call; see the module docstring."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     change = f"write the {op_name(node)} out of place in the model"

@@ -90,6 +90,8 @@ def analyze(captured: CapturedGraph, config: FpdtConfig) -> Analysis:
     """Run every pass up to the plan. With ``config.strict`` the first refusal is raised."""
     result = Analysis(captured=captured)
     try:
+        if captured.refused is not None:
+            raise CantChunk(captured.refused)
         with no_new_guards(captured.module):
             run_passes(captured, config)
             find_everything(captured, config, result)

@@ -121,7 +121,8 @@ def check_operand(node: Node, name: str, x: object, analysis: TokenAnalysis) -> 
 
 
 def check_mask(node: Node, mask: Node, analysis: TokenAnalysis) -> None:
-    if analysis.kinds[mask] not in (NodeKind.MASK, NodeKind.VECTOR, NodeKind.STATE):
+    kinds = (NodeKind.MASK, NodeKind.VECTOR, NodeKind.STATE)
+    if analysis.kinds[mask] not in kinds and mask not in analysis.light:
         raise refuse(
             node,
             "has a mask that depends on the hidden states",

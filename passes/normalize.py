@@ -6,7 +6,11 @@ In: the graph as captured. Out: the same values, with
 2. operators that do nothing erased (``to`` the same dtype and device, whole slices, ``contiguous``,
    dropout that is off, expands to the same shape), ``view`` made ``reshape`` so that erasing a
    ``contiguous`` cannot break it;
-3. mean losses and means over tokens written as a sum over a count, because sums over chunks add up;
+3. ``expand_as`` and ``full_like`` of scores written with sizes, which is all they read of their
+   argument;
+4. an einsum of two tensors over sequences written as a matrix product;
+5. masks flattened over batch and heads and unflattened again left as they were;
+6. mean losses and means over tokens written as a sum over a count, because sums over chunks add up;
    so are parts of the sequence, see ``token_parts``.
 """
 
@@ -14,15 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 import torch
 from torch.fx import Node
 
+from ..errors import CantChunk
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from .base import GraphPass, insert_call
+from .einsum_products import Product, match_product, write_product
 from .find_totals import LOSSES
-from .functionalize import functionalize, is_mutation
+from .functionalize import is_mutation, write_out_of_place
 from .sizes import find_size, size_of_expr
 from .token_parts import (
     Symbols,
@@ -33,6 +40,7 @@ from .token_parts import (
     whole_of_part,
 )
 from .token_rules import arg, op_name
+from .unflatten_leads import unflatten, unflattens
 
 aten = torch.ops.aten
 MODE_CALLS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
@@ -68,6 +76,14 @@ class Normalize(GraphPass):
                 yield Rewrite(node, drop_empty_parts)
             elif does_nothing(node):
                 yield Rewrite(node, replace_by_input)
+            elif (product := match_product(node, symbols)) is not None:
+                yield Rewrite(node, partial(product_of_einsum, product=product))
+            elif unflattens(node):
+                yield Rewrite(node, without_flattening)
+            elif node.target is aten.expand_as.default:
+                yield Rewrite(node, expand_to_sizes)
+            elif op_name(node) in FILLED_LIKE and has_two_sequences(node, symbols):
+                yield Rewrite(node, fill_of_sizes)
             elif node.target is aten.view.default:
                 yield Rewrite(node, view_to_reshape)
             elif is_mean_loss(node, symbols):
@@ -92,6 +108,10 @@ def erase_effect(captured: CapturedGraph, node: Node) -> None:
     else:
         node.replace_all_uses_with(None)
         node.graph.erase_node(node)
+
+
+def functionalize(captured: CapturedGraph, node: Node) -> None:
+    write_out_of_place(node)
 
 
 def does_nothing(node: Node) -> bool:
@@ -154,6 +174,57 @@ def replace_by_input(captured: CapturedGraph, node: Node) -> None:
 
 def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
     node.target = aten.reshape.default
+
+
+def product_of_einsum(captured: CapturedGraph, node: Node, *, product: Product) -> None:
+    write_product(node, product)
+
+
+def without_flattening(captured: CapturedGraph, node: Node) -> None:
+    unflatten(node)
+
+
+def expand_to_sizes(captured: CapturedGraph, node: Node) -> None:
+    """``x.expand_as(y)`` reads no more of y than its shape."""
+    with node.graph.inserting_before(node):
+        sizes = sizes_of(node)
+        if sizes is None:
+            return
+        new = insert_call(
+            node.graph, aten.expand.default, (node.args[0], sizes), {}, node
+        )
+    replace_keeping_grad(node, new, [new])
+
+
+FILLED_LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None}
+
+
+def has_two_sequences(node: Node, symbols: Symbols) -> bool:
+    sizes = [size_expr(s) for s in value_of(node).shape]
+    return sum(bool(symbols & size.free_symbols) for size in sizes) > 1
+
+
+def fill_of_sizes(captured: CapturedGraph, node: Node) -> None:
+    """``torch.full_like(scores, -inf)`` reads no more of the scores than their shape."""
+    fill = FILLED_LIKE[op_name(node)]
+    fill = arg(node, 1, "fill_value") if fill is None else fill
+    value = value_of(node)
+    kwargs = {"dtype": value.dtype, "device": value.device}
+    with node.graph.inserting_before(node):
+        sizes = sizes_of(node)
+        if sizes is None:
+            return
+        new = insert_call(node.graph, aten.full.default, (sizes, fill), kwargs, node)
+    replace_keeping_grad(node, new, [new])
+
+
+def sizes_of(node: Node) -> list[int | Node] | None:
+    """The sizes as numbers and nodes; None if one cannot be had from the inputs' sizes."""
+    shape = [size_expr(size) for size in value_of(node).shape]
+    try:
+        return [size_of_expr(node.graph, size, node) for size in shape]
+    except CantChunk:
+        return None
 
 
 def has_symbol(node: Node, symbols: Symbols) -> bool:

@@ -66,7 +66,9 @@ class RaiseAttention(GraphPass):
         if isinstance(match, Spelled):
             with match.output.graph.inserting_before(match.output):
                 result = _FromSpelled(match).result()
+            weights = match.output.args[0]
             replace(match.output, result)
+            erase_unread(weights)
             return
         with match.graph.inserting_before(match):
             result = _FromSdpa(match).result()
@@ -76,6 +78,16 @@ class RaiseAttention(GraphPass):
 def replace(old: Node, new: Node) -> None:
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+
+
+def erase_unread(node: Node) -> None:
+    """Erase what only led to ``node``; a dropout without a reader is no dead code to FX."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and not node.users and not node._erased:
+            pending.extend(node.all_input_nodes)
+            node.graph.erase_node(node)
 
 
 def is_sequence(node: Node) -> bool:

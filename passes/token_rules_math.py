@@ -209,6 +209,23 @@ def index(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     return tuple(found[dim] for dim in sorted(found))
 
 
+@rule("index_put")
+def index_put(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
+    """``x[mask] = number`` with a mask of the same shape: a choice per element."""
+    x, indices, value = node.args[:3]
+    mask = indices[0]
+    if (
+        len(indices) != 1
+        or mask is None
+        or value_of(mask).dtype is not torch.bool
+        or ctx.shape(mask) != ctx.shape(x)
+        or ctx.rank(value) != 0
+        or arg(node, 3, "accumulate", False)
+    ):
+        raise NotTokenwise("writes rows by their numbers")
+    return broadcast(ctx, node, [x, mask])
+
+
 @rule("index_select")
 def index_select(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
     x, dim, rows = (

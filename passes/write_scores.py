@@ -111,14 +111,20 @@ def copy_embedding(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
 
 
 def copy_index(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
-    """``table[..., rows]``: one index tensor, whose dims take the place of the indexed one."""
+    """``table[..., a, b]``: the indices' broadcast dims take the place of the indexed ones."""
     table, indices = node.args
     used = [d for d, i in enumerate(indices) if i is not None]
-    if len(used) != 1 or builder.axes.get(table, ()):
-        raise refuse(node, "indexes a table by several numbers", HIDDEN_STATES)
-    rows = builder.copy(indices[used[0]], roles.moved(lambda dim: dim - used[0]))
+    if used != list(range(used[0], used[-1] + 1)) or builder.axes.get(table, ()):
+        raise refuse(node, "indexes a table by numbers that are apart", HIDDEN_STATES)
+    rank = max(value_of(i).dim() for i in indices if i is not None)
+    inner = roles.moved(lambda dim: dim - used[0])
+    copies: list[Node | None] = [None] * used[0]
+    for i in (x for x in indices if x is not None):
+        copies.append(
+            builder.copy(i, builder.shifted(i, inner, rank - value_of(i).dim()))
+        )
     table = builder.copy(table, Roles(None, None))
-    return builder.call(node, node.target, (table, [*indices[: used[0]], rows]))
+    return builder.call(node, node.target, (table, copies))
 
 
 SCORE_RULES["embedding"] = copy_embedding
