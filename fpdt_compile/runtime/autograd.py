@@ -115,12 +115,13 @@ class StepRunner:
             {*b.state_in, *b.key_state, *(a.name for a in b.attentions)}
             for b in program.blocks
         ]
+        last = {o.name for head in program.heads for o in head.operands}
         self.held: frozenset[str] = frozenset().union(*read)
         self.shapes: list[tuple[BlockShape, dict[str, str]]] = [
             block_shape(
                 block,
                 earlier=set().union(*read[: block.index]),
-                later=set().union(*read[block.index + 1 :]),
+                later=last.union(*read[block.index + 1 :]),
             )
             for block in program.blocks
         ]
