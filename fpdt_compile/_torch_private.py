@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
     statically_known_true,
 )
+from torch.fx.experimental.symbolic_shapes import _ShapeEnvGuardError as ShapeGuardError
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.functions import Max as SymMax
 from torch.utils._sympy.functions import Min as SymMin
@@ -38,6 +39,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
+    "ShapeGuardError",
     "SymMax",
     "SymMin",
     "decided_by_hints",
