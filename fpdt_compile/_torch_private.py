@@ -36,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
     statically_known_true,
 )
+from torch.fx.experimental.symbolic_shapes import _ShapeEnvGuardError as ShapeGuardError
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max as SymMax
@@ -47,6 +48,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
+    "ShapeGuardError",
     "SymMax",
     "SymMin",
     "autograd_function_apply",

@@ -4,7 +4,8 @@ In: a captured graph and the configuration. Out: an :class:`Analysis` that ``low
 ``explain``) reads. Order: ``name_lengths`` first, because the other passes look for token symbols;
 ``pad_shifted_losses`` next, because ``normalize`` splits the mean
 losses it leaves behind; ``normalize`` then, because every later pass has fewer cases;
-``settle_row_numbers`` after it, on writes it made functional;
+``pad_shifted_sums`` after it, on the sums it made of means; ``settle_row_numbers`` too, on
+writes it made functional;
 ``raise_attention`` then, so that attention has one form; ``counter_dropout`` after it, on the
 dropouts that are left; ``fold_repeat_kv`` before attention is matched, so that G heads are
 stored; then axes, attention, mixers, cut and plan, each of which reads what the ones before it
@@ -48,6 +49,7 @@ from .match_lm_head import after_head, find_head
 from .name_lengths import NameLengths
 from .normalize import Normalize
 from .pad_shifted_losses import PadShiftedLosses
+from .pad_shifted_sums import PadShiftedSums
 from .plan_chunks import plan_chunks
 from .raise_attention import RaiseAttention
 from .settle_row_numbers import SettleRowNumbers
@@ -63,6 +65,7 @@ def rewriting_passes() -> list[GraphPass]:
         NameLengths(),
         PadShiftedLosses(),
         Normalize(),
+        PadShiftedSums(),
         SettleRowNumbers(),
         RaiseAttention(),
         CounterDropout(),

@@ -235,28 +235,49 @@ def is_mean_loss(node: Node, symbols: Symbols) -> bool:
     """A mean classification loss over tokens whose count is the labels that are not ignored."""
     if op_name(node) not in LOSSES or int(arg(node, 3, "reduction", 1)) != 1:
         return False
-    labels, weight = node.args[1], arg(node, 2, "weight")
-    return (
-        weight is None
-        and not value_of(labels).is_floating_point()
-        and has_symbol(labels, symbols)
-    )
+    weight = arg(node, 2, "weight")
+    fixed = weight is None or not weight.meta.get("needs_grad", False)
+    return fixed and has_symbol(node.args[1], symbols)
 
 
 def split_mean_loss(captured: CapturedGraph, node: Node) -> None:
-    """mean = sum over rows / number of rows whose label is not ``ignore_index``."""
+    """mean = sum over rows / number of rows whose label is not ``ignore_index``.
+
+    With class weights the number is the sum of the labels' weights; with class probabilities it
+    is that of all rows.
+    """
     graph, args, kwargs = node.graph, list(node.args), dict(node.kwargs)
     if len(args) > 3:
         args[3] = 2
     else:
         kwargs["reduction"] = 2
-    ignored = arg(node, 4, "ignore_index", LOSS_IGNORE_INDEX)
     with graph.inserting_before(node):
         total = insert_call(graph, node.target, tuple(args), kwargs, node)
-        counted = insert_call(graph, aten.ne.Scalar, (args[1], ignored), {}, node)
-        count = insert_call(graph, aten.sum.default, (counted,), {}, node)
+        count = number_of_rows(node)
         mean = insert_call(graph, aten.div.Tensor, (total, count), {}, node)
     replace_keeping_grad(node, mean, [total, mean])
+
+
+def number_of_rows(node: Node) -> Node | int:
+    """What the mean of a classification loss divides by."""
+    graph, labels, weight = node.graph, node.args[1], arg(node, 2, "weight")
+    if value_of(labels).is_floating_point():
+        shape = [size_expr(s) for s in value_of(labels).shape]
+        del shape[min(1, len(shape) - 1)]
+        return size_of_expr(graph, sympy.Mul(*shape), node)
+    ignored = arg(node, 4, "ignore_index", LOSS_IGNORE_INDEX)
+
+    def call(target: object, *args: object) -> Node:
+        return insert_call(graph, target, args, {}, node)
+
+    counted = call(aten.ne.Scalar, labels, ignored)
+    if weight is not None:
+        known = call(
+            aten.masked_fill.Scalar, labels, call(aten.logical_not.default, counted), 0
+        )
+        each = call(aten.index.Tensor, weight, [known])
+        counted = call(aten.mul.Tensor, each, counted)
+    return call(aten.sum.default, counted)
 
 
 # Losses that are a mean or sum of a pointwise function: where their reduction argument is.
@@ -266,6 +287,7 @@ POINTWISE_LOSSES = {
     "smooth_l1_loss": 2,
     "huber_loss": 2,
     "soft_margin_loss": 2,
+    "kl_div": 2,
     "binary_cross_entropy": 3,
     "binary_cross_entropy_with_logits": 4,
 }

@@ -5,7 +5,7 @@ from a slice that drops the first ``a`` and last ``b`` tokens. Out: the same los
 with the labels padded by ``ignore_index`` where rows were dropped; such rows add nothing to a sum
 or mean.
 
-Contract: only for reductions "mean" and "sum", integer labels and no class weights; every operator
+Contract: only for reductions "mean" and "sum" and integer labels; every operator
 between the slice and the loss is one that works row by row. Anything else is left alone.
 """
 
@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from ..graph import CapturedGraph, is_tensor, size_expr, value_of
 from .base import GraphPass, insert_call
+from .find_token_axes import SIZE_ARGUMENTS
 from .find_totals import LOSSES
 from .sizes import size_of_expr
 from .token_rules import arg, op_name
@@ -69,7 +70,7 @@ class PadShiftedLosses(GraphPass):
 def shifted_loss(node: Node, symbol: sympy.Symbol) -> ShiftedLoss | None:
     """The match for one loss, or None. Pure: the chain is walked, nothing is made."""
     labels = node.args[1]
-    if int(arg(node, 3, "reduction", 1)) == 0 or arg(node, 2, "weight") is not None:
+    if int(arg(node, 3, "reduction", 1)) == 0:
         return None
     if value_of(labels).is_floating_point():
         return None
@@ -131,6 +132,8 @@ def find_slices(node: Node, symbol: sympy.Symbol) -> set[tuple[int, int]]:
 
 def works_by_row(node: Node, symbol: sympy.Symbol) -> bool:
     name = op_name(node)
+    if name not in SIZE_ARGUMENTS and not all(map(is_tensor, node.all_input_nodes)):
+        return False  # computes with the number of tokens that are left
     if name in ("softmax", "log_softmax"):
         size = size_expr(value_of(node).shape[int(node.args[1])])
         return symbol not in size.free_symbols

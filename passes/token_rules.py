@@ -164,7 +164,7 @@ for _name in (
     "logical_or logical_xor logical_not _assert_tensor_metadata float_power numpy_T where "
     "masked_fill selu rrelu lift_fresh erfinv true_divide square relu6 floor_divide "
     "not_equal equal greater less greater_equal less_equal absolute negative "
-    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div binary_cross_entropy "
     "binary_cross_entropy_with_logits multiply subtract divide "
     "clip zeros_like ones_like full_like empty_like conj resolve_conj"
 ).split():

@@ -283,11 +283,14 @@ def token_loss(ctx: RuleContext, node: Node) -> tuple[TokenAxis, ...]:
 
 def loss_rows(ctx: RuleContext, scores: Node, labels: Node) -> tuple[TokenAxis, ...]:
     """Axes of the rows of a classification loss: scores ``[N, C, ...]`` against ``[N, ...]``."""
-    if ctx.rank(scores) < 2 or value_of(labels).is_floating_point():
-        raise NotTokenwise("a loss with class probabilities")
+    if ctx.rank(scores) < 2:
+        raise NotTokenwise("a loss of one row")
     not_over_tokens(ctx, scores, [1], "the loss")
     rows = tuple(a.at(a.dim - (a.dim > 1)) for a in ctx.of(scores))
-    if rows != ctx.of(labels):
+    is_share = value_of(
+        labels
+    ).is_floating_point()  # of every class, as large as the scores
+    if ctx.of(labels) != (ctx.of(scores) if is_share else rows):
         raise NotTokenwise("scores and labels are flattened over tokens differently")
     return rows
 

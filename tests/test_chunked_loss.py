@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCAB, PlainTransformer, batch, pair
+from tiny_models import VOCAB, PlainTransformer, batch, pair, watching
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,7 +91,7 @@ def test_logits_never_exist_whole():
         model, shifted, codegen="eager", chunk_len=32, head_len=16
     )
     loss(input_ids=ids, labels=ids).backward()  # compiles: fake tensors have every size
-    with LargestFloat() as seen:
+    with watching(LargestFloat()) as seen:
         loss(input_ids=ids, labels=ids).backward()
     weights = max(p.numel() for p in model.parameters())
     assert seen.largest < length * VOCAB and seen.largest <= max(weights, 64 * VOCAB)

@@ -3,12 +3,17 @@ plain torch."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from fpdt_compile.runtime.autograd import StepRunner
 
 VOCAB = 97
 BASE = dict(
@@ -139,3 +144,26 @@ def plain_pair(dtype: torch.dtype = torch.float64, **sizes: int):
     torch.manual_seed(0)
     model = PlainTransformer(**sizes).to(dtype).train()
     return model, copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def watching(mode: TorchDispatchMode) -> Iterator[TorchDispatchMode]:
+    """``mode`` sees the operators of the steps in here, forward and backward; Dynamo does not see
+    ``mode``, for which it would trace the model again."""
+    run = StepRunner.__call__
+
+    def watched(self: StepRunner, *inputs: object) -> list:
+        with mode:
+            return run(self, *inputs)
+
+    backward = Tensor.backward
+
+    def watched_backward(self: Tensor, *args: object, **kwargs: object) -> None:
+        with mode:
+            backward(self, *args, **kwargs)
+
+    StepRunner.__call__, Tensor.backward = watched, watched_backward
+    try:
+        yield mode
+    finally:
+        StepRunner.__call__, Tensor.backward = run, backward
