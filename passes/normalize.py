@@ -224,9 +224,7 @@ def view_to_reshape(captured: CapturedGraph, node: Node) -> None:
     node.target = aten.reshape.default
 
 
-def product_of_einsum(
-    captured: CapturedGraph, node: Node, *, product: Product
-) -> None:
+def product_of_einsum(captured: CapturedGraph, node: Node, *, product: Product) -> None:
     write_product(node, product)
 
 
