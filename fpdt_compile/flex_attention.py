@@ -1,7 +1,7 @@
 """``flex_attention`` as attention with explicit scores.
 
-In: the operands of the flex_attention higher-order op, in the middle of a retrace. Out: its results,
-written in the form that ``raise_attention`` gives every other attention:
+In: the operands of the flex_attention higher-order op, in the middle of a retrace. Out: its
+results, in the form that ``raise_attention`` gives every other attention:
 
     scores = attention_scores(q, k)                                 [B, H, q, k]
     logits = where(mask_mod(...), score_mod(scale * scores, ...), -inf)

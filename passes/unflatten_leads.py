@@ -1,7 +1,7 @@
 """Masks that are flattened over batch and heads, and unflattened again, without the detour.
 
-In: ``view(m, [B, H, q, k])`` of a mask ``m`` [B * H, q, k], as torch's own attention makes of padding
-and attention masks. Out: the same arithmetic on [B, H, q, k], which tiles can be cut from.
+In: ``view(m, [B, H, q, k])`` of a mask ``m`` [B * H, q, k], as torch's own attention makes of
+padding and attention masks. Out: the same arithmetic on [B, H, q, k], which tiles can be cut from.
 
 Limits: pointwise operators on what was flattened from [B, H, ...] or broadcasts over it.
 """
