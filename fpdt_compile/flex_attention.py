@@ -1,7 +1,7 @@
 """``flex_attention`` as attention with explicit scores.
 
 In: the operands of the flex_attention higher-order op, in the middle of a retrace. Out: its
-results, written in the form that ``raise_attention`` gives every other attention:
+results, in the form that ``raise_attention`` gives every other attention:
 
     scores = attention_scores(q, k)                                 [B, H, q, k]
     logits = where(mask_mod(...), score_mod(scale * scores, ...), -inf)
@@ -32,7 +32,7 @@ from ._torch_private import is_flex_op, record_call, trace_part
 from .errors import CantChunk, Rejection
 from .graph import is_tensor, size_expr, source_of, value_of
 from .kernels.reference import attention_from_scores, attention_scores
-from .passes.analyze_masks import is_pointwise, op_name
+from .passes.mask_nodes import is_pointwise, op_name
 
 aten = torch.ops.aten
 CHANGE = "write score_mod and mask_mod with pointwise operators and lookups"

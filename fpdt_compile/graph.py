@@ -88,7 +88,8 @@ class MaskGraph:
     ``[B, H, S, S]``; ``is_bool`` says whether it selects (bool) or is added to the scores.
 
     A selecting mask with ``fill`` replaces the scores of hidden pairs by that finite number, so
-    that a row without a visible key attends to all keys alike; without, such a row is 0.
+    that a row without a visible key attends to all keys alike; without, such a row is 0. An added
+    mask with fills in it has ``passes``: True for pairs whose scores get a gradient in such a row.
     """
 
     name: str
@@ -96,6 +97,7 @@ class MaskGraph:
     leaves: tuple[MaskLeaf, ...]
     is_bool: bool
     fill: float | None = None
+    passes: MaskGraph | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,23 +32,20 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph import Axes, MaskGraph, MaskLeaf, is_tensor, size_expr, value_of
+from ..graph import Axes, MaskGraph, MaskLeaf, is_tensor, value_of
 from .base import refuse
+from .mask_nodes import (
+    is_input_view,
+    is_pointwise,
+    mutated_storages,
+    op_name,
+    shape_of,
+    storage_of,
+    with_meta,
+)
 
 aten = torch.ops.aten
 
-# Pointwise operators, and operators that only change the dtype, the device or the layout,
-# which do not carry the pointwise tag.
-POINTWISE = frozenset(
-    "where masked_fill __and__ __or__ __xor__ __lshift__ __rshift__ logical_and "
-    "logical_or logical_xor floor_divide rsub true_divide divide multiply subtract "
-    "absolute negative clip square less less_equal greater greater_equal not_equal "
-    "to _to_copy type_as contiguous clone detach alias lift_fresh lift_fresh_copy".split()
-)
-# Views through which a two-axis input is read in place.
-INPUT_VIEWS = frozenset(
-    "slice select transpose permute unsqueeze squeeze detach alias t mT".split()
-)
 ONES, ZEROS = ("ones", "new_ones", "ones_like"), ("zeros", "new_zeros", "zeros_like")
 FACTORY_FILL = dict.fromkeys(ONES, 1) | dict.fromkeys(ZEROS, 0)
 OUT_OF_REACH = "build the mask from comparisons of positions, ids or padding flags"
@@ -246,7 +243,13 @@ class MaskBuilder:
         module.graph.lint()
         return module
 
-    def finish(self, output: Node, name: str, fill: float | None = None) -> MaskGraph:
+    def finish(
+        self,
+        output: Node,
+        name: str,
+        fill: float | None = None,
+        passes: MaskGraph | None = None,
+    ) -> MaskGraph:
         """``name`` is equal only for equal masks."""
         return MaskGraph(
             name=name,
@@ -254,59 +257,8 @@ class MaskBuilder:
             leaves=tuple(self.leaves),
             is_bool=value_of(output).dtype is torch.bool,
             fill=fill,
+            passes=passes,
         )
-
-
-def op_name(node: Node) -> str:
-    """``"expand"`` for ``aten.expand.default``; ``""`` for anything but a torch op."""
-    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[-1]
-    return ""
-
-
-def with_meta(copy: Node, like: Node) -> Node:
-    for key in ("val", "stack_trace"):
-        if key in like.meta:
-            copy.meta[key] = like.meta[key]
-    return copy
-
-
-def is_pointwise(node: Node) -> bool:
-    name = op_name(node)
-    if not name or not is_tensor(node) or node.target._schema.is_mutable:
-        return False
-    tags = node.target.tags
-    random = torch.Tag.nondeterministic_seeded in tags
-    return not random and (torch.Tag.pointwise in tags or name in POINTWISE)
-
-
-def is_input_view(node: Node) -> bool:
-    """Whether ``node`` is a graph input or attribute, or reads one in place."""
-    while op_name(node) in INPUT_VIEWS:
-        node = node.args[0]
-    return node.op in ("placeholder", "get_attr")
-
-
-def storage_of(node: Node) -> Node:
-    """The node that owns the memory ``node`` may look at."""
-    while op_name(node):
-        returns = node.target._schema.returns
-        if not returns or returns[0].alias_info is None or not node.all_input_nodes:
-            break
-        node = node.all_input_nodes[0]
-    return node
-
-
-def mutated_storages(graph: Graph) -> set[Node]:
-    found: set[Node] = set()
-    for node in graph.nodes:
-        if op_name(node) and node.target._schema.is_mutable:
-            found.update(storage_of(x) for x in node.all_input_nodes[:1])
-    return found
-
-
-def shape_of(node: Node) -> list[sympy.Expr]:
-    return [size_expr(size) for size in value_of(node).shape]
 
 
 def copy_pointwise(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
@@ -385,6 +337,16 @@ def copy_slice(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
     if shape_of(x) != shape_of(node) or (len(node.args) > 4 and node.args[4] != 1):
         raise refuse(node, "cuts a piece out of a mask", "cut the vectors instead")
     return builder.copy(x, roles)
+
+
+@rule("select")
+def copy_select(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
+    """Drops a dimension of size 1."""
+    x, dim = node.args[0], int(node.args[1]) % value_of(node.args[0]).dim()
+    if shape_of(x)[dim] != 1:
+        raise refuse(node, "takes one of several masks", "select from the vectors")
+    copy = builder.copy(x, roles.moved(lambda d: d + (d >= dim)))
+    return builder.call(node, aten.squeeze.dims, (copy, [dim]))
 
 
 @rule("tril", "triu")

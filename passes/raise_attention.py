@@ -82,12 +82,13 @@ def replace(old: Node, new: Node) -> None:
 
 def erase_unread(node: Node) -> None:
     """Erase what only led to ``node``; a dropout without a reader is no dead code to FX."""
-    pending = [node]
+    pending, erased = [node], set()
     while pending:
         node = pending.pop()
-        if node.op == "call_function" and not node.users and not node._erased:
+        if node.op == "call_function" and not node.users and node not in erased:
             pending.extend(node.all_input_nodes)
             node.graph.erase_node(node)
+            erased.add(node)
 
 
 def is_sequence(node: Node) -> bool:

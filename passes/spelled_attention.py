@@ -25,7 +25,7 @@ import sympy
 from torch.fx import Node
 
 from ..graph import is_tensor, size_expr, value_of
-from .analyze_masks import is_pointwise
+from .mask_nodes import is_pointwise
 from .token_rules import arg, op_name
 
 PRODUCTS = ("matmul", "bmm", "baddbmm")

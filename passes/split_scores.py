@@ -188,6 +188,24 @@ def in_mask(term: Term, analysis: TokenAnalysis) -> bool:
     return True
 
 
+def refuse_learned_after_fill(terms: list[Term], rest: list[Term]) -> None:
+    """In a row that is filled whole, what is added later gets a gradient and the scores do not."""
+    learned = None
+    for term in terms:
+        if (
+            learned is not None
+            and term.hidden_is is not None
+            and term.factor > -torch.inf
+        ):
+            raise refuse(
+                learned.node,
+                "is learned and added to scores after they are masked by a finite number",
+                "add it before masking, or mask with -inf",
+            )
+        if term in rest and term.node.meta.get("needs_grad", False):
+            learned = term
+
+
 def scores_behind(node: Node) -> Node:
     """The product that a raised attention's logits are made from."""
     q, k, _, logits = node.args[:4]
@@ -213,6 +231,7 @@ def split_scores(
     for term in (x for t in peeled.terms for x in flat_terms(t)):
         keep = peeled.fill is None and in_mask(term, analysis)
         (outer if keep else rest).append(term)
+    refuse_learned_after_fill(peeled.terms, rest)
     mask = None
     if peeled.fill is not None:
         key = f"fill {peeled.fill.key}"

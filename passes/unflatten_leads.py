@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 
 from ..graph import is_tensor, size_expr, value_of
-from .analyze_masks import is_pointwise
 from .base import insert_from
+from .mask_nodes import is_pointwise
 from .sizes import size_of_expr
 from .token_rules import op_name
 

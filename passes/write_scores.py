@@ -16,9 +16,10 @@ import torch
 from torch.fx import Node
 
 from ..graph import MaskGraph, NodeKind, ScoreGraph, is_tensor, value_of
-from .analyze_masks import RULES, MaskBuilder, Roles, Rule, last_two, with_meta
+from .analyze_masks import RULES, MaskBuilder, Roles, Rule, last_two
 from .base import refuse
 from .find_token_axes import TokenAnalysis
+from .mask_nodes import with_meta
 from .token_rules import op_name
 
 aten = torch.ops.aten
@@ -111,7 +112,7 @@ def copy_embedding(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
 
 
 def copy_index(builder: MaskBuilder, node: Node, roles: Roles) -> Node:
-    """``table[..., a, b]``: the indices' broadcast dims take the place of the indexed ones."""
+    """``table[..., a, b]``: the broadcast dims of the indices replace the indexed ones."""
     table, indices = node.args
     used = [d for d, i in enumerate(indices) if i is not None]
     if used != list(range(used[0], used[-1] + 1)) or builder.axes.get(table, ()):
@@ -133,26 +134,33 @@ SCORE_RULES["index"] = copy_index
 
 def write_term(builder: MaskBuilder, term: Term) -> Node:
     """``term`` as additive values in the builder's graph."""
-    node = builder.copy(term.node, last_two(term.node, builder.axes))
     if term.hidden_is is not None:
-        numbers = (term.factor, 0.0) if term.hidden_is else (0.0, term.factor)
-        condition = as_bool(builder, node)
-        dtype = value_of(builder.mask).dtype
-        if term.factor != -torch.inf and abs(term.factor) > torch.finfo(dtype).max:
-            dtype = (
-                torch.float64
-            )  # the smallest number of a dtype, cast to a shorter one later
-        value = torch.empty((), dtype=dtype, device="meta")
-        numbers = [
-            value_node(builder, term.node, aten.full.default, value, [], number)
-            for number in numbers
-        ]
-        return value_node(
-            builder, term.node, aten.where.self, value, condition, *numbers
-        )
+        return write_fill(builder, term, None)
+    node = builder.copy(term.node, last_two(term.node, builder.axes))
     if term.factor == 1.0:
         return node
     return builder.call(term.node, aten.mul.Tensor, (node, term.factor))
+
+
+def write_fill(builder: MaskBuilder, term: Term, inside: Node | None) -> Node:
+    """The number at the hidden pairs, ``inside`` (None: 0) at the others."""
+    condition = as_bool(
+        builder, builder.copy(term.node, last_two(term.node, builder.axes))
+    )
+    dtype = value_of(builder.mask).dtype
+    if inside is not None:
+        dtype = torch.promote_types(dtype, value_of(inside).dtype)
+    if term.factor != -torch.inf and abs(term.factor) > torch.finfo(dtype).max:
+        # The smallest number of a dtype, cast to a shorter one later.
+        dtype = torch.float64
+    value = torch.empty((), dtype=dtype, device="meta")
+    number, other = (
+        value_node(builder, term.node, aten.full.default, value, [], x)
+        for x in (term.factor, 0.0)
+    )
+    other = other if inside is None else inside
+    choice = (number, other) if term.hidden_is else (other, number)
+    return value_node(builder, term.node, aten.where.self, value, condition, *choice)
 
 
 def as_bool(builder: MaskBuilder, node: Node) -> Node:
@@ -184,19 +192,42 @@ def value_node(
 def summed(
     terms: list[Term], logits: Node, analysis: TokenAnalysis, name: str
 ) -> MaskGraph:
-    """One mask from all terms; a single -inf fill selects instead of adding."""
+    """One mask from all terms, the outermost first; a fill takes the place of what is inside it,
+    and a single -inf fill selects instead of adding."""
     builder = MaskBuilder(logits, analysis.axes)
     for term in terms:
         refuse_hidden_leaves(term.node, analysis)
     if len(terms) == 1 and terms[0].hidden_is is not None:
         if terms[0].factor == -torch.inf:
             return builder.finish(visible(builder, terms[0]), name)
-    total = write_term(builder, terms[0])
-    for term in terms[1:]:
-        part = write_term(builder, term)
-        dtype = torch.promote_types(value_of(total).dtype, value_of(part).dtype)
-        value = torch.empty((), dtype=dtype, device="meta")
-        total = value_node(builder, term.node, aten.add.Tensor, value, total, part)
+    total = write_term(builder, terms[-1])
+    for term in reversed(terms[:-1]):
+        if term.hidden_is is None:
+            part = write_term(builder, term)
+            dtype = torch.promote_types(value_of(total).dtype, value_of(part).dtype)
+            value = torch.empty((), dtype=dtype, device="meta")
+            total = value_node(builder, term.node, aten.add.Tensor, value, total, part)
+        else:
+            total = write_fill(builder, term, total)
+    passes = unblocked(terms, logits, analysis, f"passes {name}")
+    return builder.finish(total, name, passes=passes)
+
+
+def unblocked(
+    terms: list[Term], logits: Node, analysis: TokenAnalysis, name: str
+) -> MaskGraph | None:
+    """The pairs whose scores get a gradient: those that no finite fill takes the place of."""
+    fills = [t for t in terms if t.hidden_is is not None and t.factor != -torch.inf]
+    if not fills:
+        return None
+    builder = MaskBuilder(logits, analysis.axes)
+    total = visible(builder, fills[0])
+    for fill in fills[1:]:
+        value = torch.empty((), dtype=torch.bool, device="meta")
+        part = visible(builder, fill)
+        total = value_node(
+            builder, fill.node, aten.logical_and.default, value, total, part
+        )
     return builder.finish(total, name)
 
 

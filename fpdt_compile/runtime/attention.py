@@ -40,11 +40,13 @@ class TileRunner:
         score: ScoreEvaluator | None = None,
         sinks: ScoreEvaluator | None = None,
         seed: Tensor | None = None,
+        passes: MaskEvaluator | None = None,
     ) -> None:
         self.call = call
         self.mask = mask
         self.score = score
         self.sinks = sinks
+        self.passes = passes
         self.seed = seed if call.dropout_p > 0.0 else None
         self.parameter_grads: dict[str, Tensor] = {}
         self.sunk: set[int] = set()  # query chunks whose sinks have their gradient
@@ -76,16 +78,28 @@ class TileRunner:
             dead = dead.expand(q.shape[0], q.shape[1], rows.stop - rows.start)
         return bias, dead
 
-    def is_plain(self, kind: TileKind) -> bool:
+    def is_plain(self, kind: TileKind, q_range: Range) -> bool:
         """Whether a tile needs no more than a scale and an additive or causal mask."""
         fills = kind is TileKind.PARTIAL and self.mask is not None
         exact_fill = fills and self.mask.mask.fill is not None
-        return self.score is None and self.seed is None and not exact_fill
+        return (
+            self.score is None
+            and self.seed is None
+            and not exact_fill
+            and not (fills and self.row_shift(q_range) is not None)
+        )
+
+    def row_shift(self, q_range: Range) -> Tensor | None:
+        """See ``MaskEvaluator.row_shift``; a sink is a key that every row sees."""
+        if self.mask is None or self.sinks is not None:
+            return None
+        return self.mask.row_shift(q_range)
 
     def logits(
         self, kind: TileKind, q_range: Range, k_range: Range, scale: float
     ) -> Logits:
         """The score arithmetic and mask on rows of one tile."""
+        shift = self.row_shift(q_range) if kind is TileKind.PARTIAL else None
 
         def logits_of(scores: Tensor, rows: slice) -> Tensor:
             part = (q_range[0] + rows.start, q_range[0] + rows.stop)
@@ -102,10 +116,17 @@ class TileRunner:
                 return logits
             assert self.mask is not None
             value = self.mask.tile(part, k_range)
-            if not self.mask.mask.is_bool:
-                return logits + value
+            if shift is not None and self.passes is not None:
+                alive = self.passes.tile(part, k_range) | (shift[..., rows, :] == 0)
+                logits = torch.where(alive, logits, logits.detach())
             fill = self.mask.mask.fill
-            return torch.where(value, logits, -torch.inf if fill is None else fill)
+            if not self.mask.mask.is_bool:
+                logits = logits + value
+            else:
+                logits = torch.where(
+                    value, logits, -torch.inf if fill is None else fill
+                )
+            return logits if shift is None else logits - shift[..., rows, :]
 
         return logits_of
 
@@ -133,7 +154,7 @@ class TileRunner:
     ) -> None:
         """Merge one tile into the running softmax of chunk ``query``."""
         q, k, v = (x.to(self.call.dtype) for x in (q, k, v))
-        if self.is_plain(kind):
+        if self.is_plain(kind, q_range):
             out, lse = self.plain_tile(kind, q_range, k_range, q, k, v)
         else:
             out, lse = forward_scored(
@@ -234,7 +255,7 @@ class TileRunner:
         dtype = self.call.dtype
         grad, q, k, v, out = (x.to(dtype) for x in (grad, q, k, v, out))
         self.sink_backward(query, grad, out, lse)
-        if not self.is_plain(kind):
+        if not self.is_plain(kind, q_range):
             parameters = {} if self.score is None else self.score.parameters
             dq, dk, dv, found = backward_scored(
                 grad,

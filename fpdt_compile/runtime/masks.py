@@ -35,6 +35,9 @@ from .tile_graphs import number_of, run_tile, slice_leaf, spread
 
 DENSE_ROWS = 256  # pairs are looked at in tiles of at most this many rows
 DENSE_KEYS = 2048  # and this many keys, where only rows are counted
+SEEN = (
+    -1e3
+)  # a row with a bias above this needs no shift: its logsumexp keeps its digits
 MAX_ENTRIES = 2**20  # bounds computed at once
 MAX_PIECES = 256  # a chunk with more jumps than this is not cut at them
 
@@ -66,6 +69,7 @@ class MaskEvaluator:
         self.mask = mask
         self.num_queries = num_queries
         self.num_keys = num_keys
+        self.shifts: dict[Range, Tensor | None] = {}
         self.values: list[Tensor] = []
         for leaf in mask.leaves:
             if leaf.name not in leaf_values:
@@ -295,6 +299,39 @@ class MaskEvaluator:
             return EMPTY_IF_ROWS if finite else EMPTY
         return next((code for code in (FULL, CAUSAL) if may_be[code]), PARTIAL)
 
+    @torch.no_grad()
+    def row_shift(self, q_range: Range) -> Tensor | None:
+        """What every key of a row is hidden by, ``[..., q, 1]``, for rows without a visible key.
+
+        A softmax does not see a constant of a row, but a large one swallows the logarithm of the
+        number of keys in a tile's logsumexp. 0 for rows that see a key (or none at all, by -inf);
+        None where that is all rows.
+        """
+        if self.mask.is_bool and self.mask.fill is None:
+            return None
+        q_range = tuple(q_range)
+        if q_range not in self.shifts:
+            parts = [self.shift_of(rows) for rows in cut_every(*q_range, DENSE_ROWS)]
+            found = any(bool(part.any()) for part in parts)
+            self.shifts[q_range] = join_rows(parts).unsqueeze(-1) if found else None
+        return self.shifts[q_range]
+
+    def shift_of(self, rows: Range) -> Tensor:
+        """:meth:`row_shift` of a few rows, ``[..., q]``; nearby keys are looked at first."""
+        keys = cut_every(0, self.num_keys, DENSE_KEYS)
+        largest: Tensor | None = None
+        for columns in sorted(keys, key=lambda x: abs(x[0] - rows[0])):
+            value = self.tile(rows, columns)
+            if self.mask.is_bool:
+                hidden = torch.tensor(float(self.mask.fill), dtype=torch.float64)
+                value = torch.where(value, 0.0, hidden.to(value.device))
+            most = value.amax(-1)
+            largest = most if largest is None else torch.maximum(largest, most)
+            if bool((largest > SEEN).all()):
+                break
+        shifted = (largest <= SEEN) & (largest > -torch.inf)
+        return torch.where(shifted, largest, torch.zeros_like(largest))
+
     def visible_hidden(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs that count unchanged, and pairs that do not count."""
         if self.mask.is_bool:
@@ -320,6 +357,11 @@ class MaskEvaluator:
             if seen is None or not bool(seen.all()):
                 return False
         return True
+
+
+def join_rows(parts: list[Tensor]) -> Tensor:
+    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 
 
 def cut_every(start: int, stop: int, size: int) -> list[Range]:

@@ -198,6 +198,7 @@ class Step:
             self.evaluator(call.score),
             self.evaluator(call.sinks),
             None if call.seed is None else self.whole(call.seed),
+            self.mask(None if call.mask is None else call.mask.passes),
         )
 
     def table(self, call: AttentionCall) -> TileTable:
