@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 LOW = (1 << 32) - 1
 MIX = 0x45D9F3B
@@ -23,6 +24,7 @@ def as_tokens(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x
 
 
+@has_side_effect  # kept while nobody reads it: a later pass may need the size
 def as_length(n: int) -> int:
     """``n`` itself: the number of tokens that a symbol of its own stands for."""
     return n

@@ -167,21 +167,22 @@ class Step:
 
     # masks ------------------------------------------------------------------
 
-    def mask(self, call: AttentionCall) -> MaskEvaluator | None:
-        graph = call.mask
+    def mask(
+        self, graph: MaskGraph | None, call: AttentionCall
+    ) -> MaskEvaluator | None:
         if graph is None:
             return None
-        key = self.mask_key(call)
+        key = self.mask_key(graph, call)
         if key not in self.masks:
             leaves = {leaf.name: self.whole(leaf.name) for leaf in graph.leaves}
             lengths = self.length_of(call.q), self.length_of(call.k)
             self.masks[key] = MaskEvaluator(graph, leaves, *lengths, self.symbols)
         return self.masks[key]
 
-    def mask_key(self, call: AttentionCall) -> MaskKey:
+    def mask_key(self, graph: MaskGraph | None, call: AttentionCall) -> MaskKey:
         """Equal for attentions of equal tiles."""
-        axes, mask = self.program.axes, call.mask
-        name = mask.name if mask is not None else f"causal={call.is_causal}"
+        axes = self.program.axes
+        name = graph.name if graph is not None else f"causal={call.is_causal}"
         return name, axes[call.q].symbol, axes[call.k].symbol
 
     def evaluator(self, graph: ScoreGraph | MaskGraph | None) -> ScoreEvaluator | None:
@@ -194,18 +195,18 @@ class Step:
     def tile_runner(self, call: AttentionCall) -> TileRunner:
         return TileRunner(
             call,
-            self.mask(call),
+            self.mask(call.mask, call),
             self.evaluator(call.score),
             self.evaluator(call.sinks),
             None if call.seed is None else self.whole(call.seed),
-            self.mask(None if call.mask is None else call.mask.passes),
+            self.mask(None if call.mask is None else call.mask.passes, call),
         )
 
     def table(self, call: AttentionCall) -> TileTable:
         """How each tile of an attention is computed; equal masks are classified once a step."""
-        key = self.mask_key(call)
+        key = self.mask_key(call.mask, call)
         if key not in self.tables:
-            evaluator = self.mask(call)
+            evaluator = self.mask(call.mask, call)
             bounds = self.bounds_of(call.q), self.bounds_of(call.k)
             if evaluator is not None:
                 self.tables[key] = evaluator.table(*bounds)
