@@ -114,11 +114,16 @@ def configured(model_type: str, changes: Mapping[str, Any]) -> Any:
     return config
 
 
-def build(model_type: str, head: str, attention: str, changes: dict) -> nn.Module:
+def build(
+    model_type: str, head: str, attention: str, prepare: str, changes: dict
+) -> nn.Module:
     config = configured(model_type, changes)
     maker = getattr(transformers, head)
     make = maker.from_config if head.startswith("Auto") else maker._from_config
-    return make(config, attn_implementation=attention)
+    model = make(config, attn_implementation=attention)
+    if prepare:
+        getattr(model, prepare)()
+    return model
 
 
 ENTRIES: dict[str, Entry] = {}
@@ -131,6 +136,7 @@ def add(
     inputs: Callable[[int, int], dict[str, Any]],
     *,
     model: str | None = None,
+    prepare: str = "",
     attention: tuple[str, ...] = ("sdpa",),
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
@@ -138,13 +144,16 @@ def add(
     loss_of: Callable[[Any], Tensor] = lambda output: output.loss,
     **changes: Any,
 ) -> None:
-    """Add an architecture of transformers; the first of ``attention`` has the plain name."""
+    """Add an architecture of transformers; the first of ``attention`` has the plain name.
+
+    ``prepare`` names a method of the model to call first.
+    """
     for kind in attention:
         label = name if kind == attention[0] else f"{name}/{kind}"
         ENTRIES[label] = Entry(
             name=label,
             family=family,
-            build=partial(build, model or name, head, kind, changes),
+            build=partial(build, model or name, head, kind, prepare, changes),
             inputs=inputs,
             loss_of=loss_of,
             dtype=dtype,

@@ -181,9 +181,6 @@ encoder(
     position_buckets=8,
 )
 encoder("xlm-roberta")
-encoder(
-    "mobilebert", attention=EAGER, intra_bottleneck_size=16, num_feedforward_networks=2
-)
 encoder("mpnet", attention=EAGER)
 encoder("roformer", attention=EAGER)
 
@@ -265,11 +262,21 @@ WAVE = dict(
 wave = partial(
     add,
     family="tower",
-    head="AutoModelForCTC",
-    inputs=inputs_of.wave_transcribed,
+    head="AutoModelForAudioClassification",
+    inputs=inputs_of.wave_classified,
+    prepare="freeze_feature_encoder",
+    num_labels=CLASSES,
 )
 wave("wav2vec2", **WAVE)
 wave("hubert", **WAVE)
+add(
+    "wav2vec2/ctc",
+    "tower",
+    "AutoModelForCTC",
+    inputs_of.wave_transcribed,
+    model="wav2vec2",
+    **WAVE,
+)
 
 
 plain("encoder_layer", partial(EncoderLayers, norm_first=True, causal=False))

@@ -140,6 +140,13 @@ def wave_transcribed(batch: int, length: int) -> Inputs:
     }
 
 
+def wave_classified(batch: int, length: int) -> Inputs:
+    return {
+        "input_values": random_values(batch, 4 * length + 6),
+        "labels": torch.arange(batch) % CLASSES,
+    }
+
+
 def hidden(batch: int, length: int) -> Inputs:
     """Vectors in, for layers of plain torch."""
     return {"x": random_values(batch, length, 32)}
