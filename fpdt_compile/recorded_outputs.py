@@ -20,21 +20,12 @@ RECORDING = "transformers.utils.output_capturing"
 def install_recording_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Install the hooks that a call with ``kwargs`` would install; see the module docstring."""
     recording = sys.modules.get(RECORDING)
-    if recording is None or not asks_for_outputs(model, kwargs):
-        return
-    registry = getattr(recording, "_CAN_RECORD_REGISTRY", {})
+    registry = getattr(recording, "_CAN_RECORD_REGISTRY", None)
     install = getattr(recording, "maybe_install_capturing_hooks", None)
+    if registry is None or install is None:
+        return
     for module in model.modules():
-        if install is not None and hasattr(module, "config") and registry.get(module):
+        config = getattr(module, "config", None)
+        names = [f"output_{key}" for key in registry.get(module)] if config else []
+        if any(kwargs.get(name, getattr(config, name, False)) for name in names):
             install(module)
-
-
-def asks_for_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an argument, or the configuration, named ``output_...`` is set."""
-    config = getattr(getattr(model, "config", None), "__dict__", {})
-    settings = {**config, **kwargs}
-    return any(
-        name.lstrip("_").startswith("output_") and bool(value)
-        for name, value in settings.items()
-        if isinstance(value, (bool, int, list, tuple))
-    )

@@ -5,8 +5,10 @@ probabilities per sequence, a z-loss, losses per token that are weighted and sum
 sum over all tokens, with zeros in the rows that were dropped, so that its parts over chunks add up.
 
 The chain between slices and sum is made again for all tokens. Slices that keep other tokens than
-those of the hidden states (labels are shifted by one) are rolled into place; the rows that were
-dropped hold a row of another token, so that they compute something finite, which is then zeroed.
+those of the hidden states (labels are shifted by one) are rolled into place. The rows that were
+dropped are zeroed at both ends: in the sum, and in the hidden states, so that what they compute,
+even if it is not a number, reaches neither the sum nor a gradient. With parameters inside the chain
+(an LM head after the slice) that holds only while nothing in the chain can leave the numbers.
 
 Contract: only where every operator of the new chain is proved tokenwise; then its rows are those of
 the old one. Anything else is left alone. ``pad_shifted_losses`` has the mean and sum losses.
@@ -31,6 +33,13 @@ from .sizes import size_of_expr
 from .token_rules import op_name
 
 aten = torch.ops.aten
+# Finite arguments may give infinities or no number, in the value or its derivative.
+RISKY = frozenset(
+    "log log1p log2 log10 logit exp exp2 expm1 pow float_power sqrt rsqrt reciprocal acos asin "
+    "acosh atanh tan xlogy special_xlogy norm linalg_vector_norm std var prod cumprod lgamma "
+    "digamma binary_cross_entropy kl_div sinh cosh".split()
+)
+DIVISIONS = ("div", "true_divide", "divide", "remainder", "fmod")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +75,8 @@ class PadShiftedSums(GraphPass):
             return  # sizes that are only equal for the part
         analysis = find_token_axes(graph, captured.token_symbols)
         axes = analysis.axes.get(rows, ())
-        if len(axes) != 1 or not all(
-            is_proved(n, analysis) for n in chain.made.values()
-        ):
+        proved = all(is_proved(n, analysis) for n in chain.made.values())
+        if len(axes) != 1 or not proved or chain.may_spoil_parameters():
             return
         with graph.inserting_before(node):
             kept = kept_rows(graph, rows, axes[0], match)
@@ -114,6 +122,7 @@ class _Chain:
     graph: Graph
     match: ShiftedSum
     made: dict[Node, Node] = field(default_factory=dict)
+    placed: dict[Node, Node] = field(default_factory=dict)
 
     def whole(self, node: Node) -> Node:
         if not is_tensor(node) and not isinstance(value_of(node), (tuple, list)):
@@ -129,14 +138,37 @@ class _Chain:
 
     def in_place(self, part: Node, dropped: tuple[int, int]) -> Node:
         """The sliced tensor, rolled so that its kept rows are those of the hidden states."""
+        if part in self.placed:
+            return self.placed[part]
         source, shift = part.args[0], self.match.before - dropped[0]
         if sum(dropped) != self.match.before + self.match.after:
             raise self.refused(part)
-        if shift == 0:
-            return source
         dim = int(part.args[1]) if len(part.args) > 1 else 0
-        return insert_call(
-            self.graph, aten.roll.default, (source, [shift], [dim]), {}, part
+        made = source
+        if part.meta.get("needs_grad", False):
+            axis = TokenAxis(dim=dim, symbol=self.match.symbol)
+            kept = kept_rows(self.graph, source, axis, self.match)
+            args = (kept, source, 0)
+            made = insert_from(self.graph, aten.where.ScalarOther, args, part)
+        elif shift != 0:
+            args = (source, [shift], [dim])
+            made = insert_call(self.graph, aten.roll.default, args, {}, part)
+        self.placed[part] = made
+        return made
+
+    def may_spoil_parameters(self) -> bool:
+        """Whether a row of zeros may give a parameter inside the chain no number as gradient."""
+        symbol, inside = self.match.symbol, False
+        for node in self.made:
+            inside = inside or any(
+                x.meta.get("needs_grad", False) and not has_part(x, symbol)
+                for x in node.all_input_nodes
+                if is_tensor(x)
+            )
+        return inside and any(
+            op_name(n) in RISKY
+            or (op_name(n) in DIVISIONS and is_tensor_node(n.args[1]))
+            for n in self.made
         )
 
     def again(self, node: Node) -> Node:
@@ -163,6 +195,10 @@ class _Chain:
 
     def refused(self, node: Node) -> CantChunk:
         return refuse(node, "a part of the tokens", "nothing: it runs whole")
+
+
+def is_tensor_node(value: object) -> bool:
+    return isinstance(value, Node) and is_tensor(value)
 
 
 def kept_rows(graph: Graph, rows: Node, axis: TokenAxis, match: ShiftedSum) -> Node:
