@@ -286,13 +286,70 @@ def abort_capture(*inputs: Any) -> Any:
     raise _CaptureDone
 
 
+def graph_break_of(module: GraphModule) -> tuple[str, str] | None:
+    """(file and line, reason) why Dynamo's graph ends before the code does, or None."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    place = f"{frame.filename}:{frame.lineno}" if frame is not None else "unknown"
+    lines = [line.strip() for line in reason.reason.splitlines()]
+    # A break that is met inside a call is introduced by a line that ends with a colon.
+    what = next((x for x in lines if x and not x.endswith(":")), "unknown")
+    if what.startswith("generic_jump"):
+        what = "branches on the value of a tensor"
+    return place, what
+
+
+def with_dynamic_results(
+    module: GraphModule, run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``run``, for a graph that code follows: sizes that were symbols stay so in what is traced
+    next, where Dynamo would take those of a tensor it has not seen for numbers."""
+    (output,) = module.graph.find_nodes(op="output")
+    values = [getattr(x, "meta", {}).get("example_value") for x in output.args[0]]
+    dims = [
+        [d for d, size in enumerate(x.shape) if isinstance(size, torch.SymInt)]
+        if isinstance(x, torch.Tensor)
+        else []
+        for x in values
+    ]
+
+    def call(*inputs: Any) -> Any:
+        results = run(*inputs)
+        for x, mine in zip(results, dims, strict=True):
+            for dim in mine:
+                mark_dynamic(x, dim)
+        return results
+
+    return call
+
+
+def run_without_gradients(module: GraphModule) -> Callable[..., Any]:
+    """Dynamo's graph, run without saving anything; its results look as if they had gradients, so
+    that what follows is traced as in training."""
+
+    def run(*inputs: Any) -> Any:
+        with torch.no_grad():
+            results = module.forward(*inputs)
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            for x in results:
+                fresh = isinstance(x, torch.Tensor) and not any(x is y for y in tensors)
+                if fresh and x.is_floating_point():
+                    x.requires_grad_()
+        return results
+
+    return run
+
+
 def capture_only(
     model: torch.nn.Module,
     backend: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> None:
-    """Trace a call up to its first graph, without running it and without leaving a trace."""
+    """Trace a call up to the first graph that ``backend`` answers with :func:`abort_capture`."""
     compiled = torch.compile(model.forward, backend=backend)
     # contextlib.suppress would be silent about everything else too
     try:

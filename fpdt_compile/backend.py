@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ._torch_private import is_flex_op, run_without_tracing
+from ._torch_private import is_flex_op, run_without_tracing, with_dynamic_results
 from .capture import capture
 from .config import FpdtConfig
 from .errors import CantChunk, Rejection
@@ -54,6 +54,12 @@ class FpdtBackend:
     def compile(self, module: GraphModule) -> Callable[..., Any]:
         self.cache.stats.captures += 1
         result = self.analyze(module)
+        run = self.runner(module, result)
+        if result.captured.graph_break is None:
+            return run
+        return with_dynamic_results(module, run)
+
+    def runner(self, module: GraphModule, result: Analysis) -> Callable[..., Any]:
         self.analyses.append(result)
         warn(result.rejections, chunked=result.cut is not None)
         if result.cut is None or not (result.cut.blocks or result.cut.head):

@@ -23,6 +23,7 @@ from ._torch_private import (
     SymMax,
     SymMin,
     current_autocast,
+    graph_break_of,
     make_fx,
     preserve_node_meta,
     specializations,
@@ -79,6 +80,7 @@ def capture(module: GraphModule) -> CapturedGraph:
         requires_grad=requires_grad,
         grad_enabled=torch.is_grad_enabled(),
         specialized=tuple(specializations(module)),
+        graph_break=graph_break_of(module),
     )
 
 
@@ -100,6 +102,7 @@ def not_captured(
         requires_grad=requires_grad,
         grad_enabled=torch.is_grad_enabled(),
         refused=why,
+        graph_break=graph_break_of(module),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.fx import GraphModule, Node
 from ._torch_private import (
     abort_capture,
     capture_only,
+    run_without_gradients,
     traceable_torch,
+    with_dynamic_results,
 )
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
@@ -55,6 +57,7 @@ class Report:
     largest_tensor_before_bytes: int
     largest_tensor_after_bytes: int
     rejections: tuple[dict[str, str], ...]
+    graphs: tuple[dict[str, Any], ...]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -63,6 +66,14 @@ class Report:
         buffer = io.StringIO()
         console = Console(file=buffer, width=88, color_system=None)
         console.print(self.table())
+        if len(self.graphs) > 1:
+            console.print(f"The forward breaks into {len(self.graphs)} graphs:")
+            for number, item in enumerate(self.graphs, 1):
+                ends = f"; ends at {item['ends_at']}: {item['reason']}"
+                console.print(
+                    f"  {number}: {item['attentions_chunked']} of {item['attentions']} attentions "
+                    f"in chunks{ends if item['ends_at'] else ''}"
+                )
         if self.rejections:
             console.print("Runs whole:")
             for item in self.rejections:
@@ -118,11 +129,14 @@ def explain(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Analyze a call of ``model`` with these inputs; nothing is computed or compiled.
+    """Analyze a call of ``model`` with these inputs; nothing is compiled.
+
+    Nothing is computed either, but for a model whose capture breaks into several graphs: those
+    before the last one are run without gradients, to see what comes after them. The report is then
+    of the graph with the most attentions, and ``graphs`` says where and why each one ends.
 
     ``options`` are those of :class:`FpdtConfig`; None means those the model was optimized with,
-    or the defaults. Only the first graph of a model whose capture
-    breaks is shown.
+    or the defaults.
     """
     config = FpdtConfig.from_options(options)
     optimized = optimized_backend(model)
@@ -133,7 +147,9 @@ def explain(
 
     def analyze_only(module: GraphModule, _: Any) -> Any:
         found.append(backend.analyze(module))
-        return abort_capture
+        if found[0].captured.graph_break is None:
+            return abort_capture
+        return with_dynamic_results(module, run_without_gradients(module))
 
     TokenMarker(model, config.token_dims).mark(inputs, kwargs)
     install_recording_hooks(model, kwargs)
@@ -143,10 +159,11 @@ def explain(
         raise ValueError(
             f"model={type(model).__name__}: its call computes nothing that can be captured"
         )
-    return report(model, found[0], config)
+    return report(model, found, config)
 
 
-def report(model: nn.Module, result: Analysis, config: FpdtConfig) -> Report:
+def report(model: nn.Module, found: Sequence[Analysis], config: FpdtConfig) -> Report:
+    result = max(found, key=lambda x: x.num_found)
     graph = result.captured.module.graph
     tensors = [n for n in graph.nodes if is_tensor(n) and n.op == "call_function"]
     sizes = {n: num_bytes(n) for n in tensors}
@@ -176,8 +193,20 @@ def report(model: nn.Module, result: Analysis, config: FpdtConfig) -> Report:
         stored_bytes_after=after,
         largest_tensor_before_bytes=max(sizes.values(), default=0),
         largest_tensor_after_bytes=largest_after,
-        rejections=tuple(r.to_dict() for r in result.rejections),
+        rejections=tuple(r.to_dict() for x in found for r in x.rejections),
+        graphs=tuple(graph_entry(x) for x in found),
     )
+
+
+def graph_entry(result: Analysis) -> dict[str, Any]:
+    """One captured graph: its attentions, and where and why it ends before the model does."""
+    place, reason = result.captured.graph_break or ("", "")
+    return {
+        "attentions": result.num_found,
+        "attentions_chunked": 0 if result.cut is None else len(result.attentions),
+        "ends_at": place,
+        "reason": reason,
+    }
 
 
 def offload_label(config: FpdtConfig, graph: torch.fx.Graph) -> str:

@@ -206,6 +206,7 @@ class CapturedGraph:
     ``module`` takes the flat inputs of Dynamo's graph in order. ``token_symbols`` are the lengths
     of the sequences (none: no dynamic token dimension). ``requires_grad[i]`` is per flat input.
     ``lengths`` are those of ``token_symbols`` that are no input's size, and their values.
+    ``graph_break`` is (file and line, reason) where the code goes on after the graph's end.
     ``refused`` says why there is no such graph: ``module`` is then Dynamo's own, without ``val``.
     """
 
@@ -218,6 +219,7 @@ class CapturedGraph:
         tuple[int, str], ...
     ] = ()  # input sizes the model's code fixed, and where
     refused: Rejection | None = None
+    graph_break: tuple[str, str] | None = None
 
 
 Axes = dict[Node, tuple[TokenAxis, ...]]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_rejections import Wrapped, run_both
-from tiny_models import VOCAB, batch, pair, plain_pair
-from torch import nn
+from tiny_models import VOCAB, PlainBlock, batch, pair, plain_pair
+from torch import Tensor, nn
 
 import fpdt_compile
 from fpdt_compile.testing import compare_gradients, compare_training
@@ -200,3 +200,36 @@ def test_a_detach_between_blocks(cut):
     """What lies before a detach gets no gradient, as in the plain model: None, not zeros."""
     found, warned = run_both(Wrapped(cut), 29)
     assert not warned and len(found.attentions) == 2
+
+
+class Breaking(nn.Module):
+    """Stops in the middle to look at a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.blocks = nn.ModuleList(PlainBlock(32, 4, 2) for _ in range(3))
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(ids))
+        if x.abs().max() > 1e6:
+            x = x / 2
+        for block in self.blocks[1:]:
+            x = block(x)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_a_model_that_breaks_trains_right_and_explain_says_where():
+    torch.manual_seed(0)
+    reference = Breaking().double()
+    model = fpdt_compile.optimize(
+        copy.deepcopy(reference), codegen="eager", chunk_len=8
+    )
+    ids = torch.randint(0, VOCAB, (2, 21))
+    found = fpdt_compile.explain(model, ids)
+    assert [g["attentions_chunked"] for g in found.graphs] == [1, 2]
+    first, last = found.graphs
+    assert "test_reports.py" in first["ends_at"] and "branches on" in first["reason"]
+    assert last["ends_at"] == "" and "breaks into 2 graphs" in str(found)
+    compare_training(model, reference, {"ids": ids}, loss_of=lambda x: x).check(1e-11)
