@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
+    _ShapeEnvGuardError,
     statically_known_true,
 )
 from torch.fx.experimental.symbolic_shapes import _ShapeEnvGuardError as ShapeGuardError
@@ -372,9 +373,14 @@ def own_errors() -> Iterator[None]:
         raise
 
 
+class NewGuard(Exception):
+    """An operator asked a question about sizes that the capture left open."""
+
+
 @contextlib.contextmanager
 def no_new_guards(module: GraphModule) -> Iterator[None]:
-    """The graph's sizes belong to Dynamo: nothing done here may specialize them."""
+    """The graph's sizes belong to Dynamo: nothing done here may specialize them. What would raises
+    :class:`NewGuard`."""
     env = next(
         (
             node.meta["val"].fake_mode.shape_env
@@ -387,7 +393,10 @@ def no_new_guards(module: GraphModule) -> Iterator[None]:
         yield
         return
     with env.error_on_new_guards():
-        yield
+        try:
+            yield
+        except _ShapeEnvGuardError as error:
+            raise NewGuard(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from ._torch_private import (
 from .errors import CantChunk, InvariantError, Rejection
 from .graph import CapturedGraph, is_tensor, size_expr, value_of
 from .passes.find_token_axes import find_token_symbols
+from .passes.functionalize import is_mutation
 from .retrace import Retracer
 from .runtime.custom_function import CustomFunction
 
@@ -132,6 +133,7 @@ def settle_sizes(module: GraphModule) -> None:
         for size in value_of(node).shape
         if size_expr(size).is_Symbol
     }
+    writes = any(map(is_mutation, module.graph.nodes))
     for node in module.graph.nodes:
         if not is_tensor(node):
             continue
@@ -139,8 +141,14 @@ def settle_sizes(module: GraphModule) -> None:
         shape = [settled(size, known) for size in value.shape]
         if any(a is not b for a, b in zip(shape, value.shape, strict=True)):
             stride = [settled(step, known) for step in value.stride()]
-            with value.fake_mode:  # a view: who shares memory with whom stays visible
-                node.meta["val"] = value.as_strided(shape, stride)
+            with value.fake_mode:
+                # Where tensors are written to, who shares memory with whom must stay visible; else
+                # plain strides ask fewer questions about sizes.
+                node.meta["val"] = (
+                    value.as_strided(shape, stride)
+                    if writes
+                    else value.new_empty(shape)
+                )
                 node.meta["settled"] = True  # it no longer shares memory with others
 
 

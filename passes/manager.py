@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from .._torch_private import no_new_guards
+from .._torch_private import NewGuard, no_new_guards
 from ..config import FpdtConfig
 from ..debug import op_counts, record_stage
 from ..errors import CantChunk, InvariantError, Rejection
@@ -103,9 +103,21 @@ def analyze(captured: CapturedGraph, config: FpdtConfig) -> Analysis:
             raise
         result.rejections.append(error.rejection)
         result.cut = None
+    except NewGuard as error:
+        result.rejections.append(undecided_size(error))
+        result.cut = None
     if config.strict and result.rejections:
         raise CantChunk(result.rejections[0])
     return result
+
+
+def undecided_size(error: NewGuard) -> Rejection:
+    return Rejection(
+        op="size",
+        source="unknown",
+        reason=f"a rewrite depends on how sizes compare: {error}",
+        change="nothing; please report the model",
+    )
 
 
 def run_passes(captured: CapturedGraph, config: FpdtConfig) -> None:

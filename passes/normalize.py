@@ -33,9 +33,11 @@ from .functionalize import is_mutation, write_out_of_place
 from .sizes import find_size, size_of_expr
 from .token_parts import (
     Symbols,
+    is_row_pick,
     is_sum_of_part,
     is_token_pick,
     pick_as_sum,
+    row_pick_as_sum,
     token_part,
     whole_of_part,
 )
@@ -94,6 +96,8 @@ class Normalize(GraphPass):
                 yield Rewrite(node, split_mean)
             elif is_token_pick(node, symbols):
                 yield Rewrite(node, pick_by_sum)
+            elif is_row_pick(node, symbols):
+                yield Rewrite(node, row_pick_by_sum)
             elif is_sum_of_part(node, symbols):
                 yield Rewrite(node, sum_whole)
 
@@ -354,6 +358,12 @@ def split_mean(captured: CapturedGraph, node: Node) -> None:
 def pick_by_sum(captured: CapturedGraph, node: Node) -> None:
     with node.graph.inserting_before(node):
         total, made = pick_as_sum(node)
+    replace_keeping_grad(node, total, made)
+
+
+def row_pick_by_sum(captured: CapturedGraph, node: Node) -> None:
+    with node.graph.inserting_before(node):
+        total, made = row_pick_as_sum(node)
     replace_keeping_grad(node, total, made)
 
 

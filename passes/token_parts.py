@@ -1,8 +1,9 @@
 """Sums over a part of the tokens, written as sums over all of them.
 
-``x[:, 0]`` (a class token) and ``x[:, 1:].mean(1)`` (the mean of the others) read a part of the
-token axis. The sum of the whole with zeros at the other tokens is the same number, and a sum over
-all tokens is one of parts: it can be computed chunk by chunk.
+``x[:, 0]`` (a class token), ``x[:, 1:].mean(1)`` (the mean of the others) and
+``x[arange(B), last]`` (the last token that is no padding) read a part of the token axis. The sum of
+the whole with zeros at the other tokens is the same number, and a sum over all tokens is one of
+parts: it can be computed chunk by chunk.
 """
 
 from __future__ import annotations
@@ -29,6 +30,24 @@ def is_token_pick(node: Node, symbols: Symbols) -> bool:
         and isinstance(node.args[2], int)
         and node.meta.get("needs_grad", False)
         and size_expr(value_of(node.args[0]).shape[node.args[1]]) in symbols
+    )
+
+
+def is_row_pick(node: Node, symbols: Symbols) -> bool:
+    """``x[torch.arange(B), place]`` of hidden states: one token of each sequence."""
+    if node.target is not aten.index.Tensor or len(node.args[1]) != 2:
+        return False
+    x, (rows, places) = node.args
+    if rows is None or places is None or not node.meta.get("needs_grad", False):
+        return False
+    sizes = [size_expr(s) for s in value_of(x).shape]
+    counts = op_name(rows) == "arange" and len(rows.args) == 1
+    return (
+        counts
+        and sizes[1] in symbols
+        and value_of(places).dtype is torch.int64
+        and [size_expr(value_of(i).shape[0]) for i in (rows, places)] == sizes[:1] * 2
+        and rank(rows) == rank(places) == 1
     )
 
 
@@ -71,6 +90,26 @@ def pick_as_sum(node: Node) -> tuple[Node, list[Node]]:
         first = insert_call(graph, operator.add, (size, place), {}, node)
     zeros = keep_tokens(node, x, dim, first, 1)
     total = insert_call(graph, aten.sum.dim_IntList, (zeros, [dim]), {}, node)
+    return total, [zeros, total]
+
+
+def row_pick_as_sum(node: Node) -> tuple[Node, list[Node]]:
+    """The same for a token per row, whose number may count from the end."""
+    graph, (x, (_, places)) = node.graph, node.args
+
+    def call(target: object, *args: object, **kwargs: object) -> Node:
+        return insert_call(graph, target, args, kwargs, node)
+
+    size = size_of_expr(graph, size_expr(value_of(x).shape[1]), node)
+    negative = call(aten.lt.Scalar, places, 0)
+    wrapped = call(aten.add.Scalar, places, size)
+    places = call(aten.where.self, negative, wrapped, places)
+    numbers = call(aten.arange.default, size, device=value_of(x).device)
+    other = call(aten.ne.Tensor, numbers, call(aten.unsqueeze.default, places, -1))
+    for _ in range(rank(x) - 2):
+        other = call(aten.unsqueeze.default, other, -1)
+    zeros = call(aten.masked_fill.Scalar, x, other, 0)
+    total = call(aten.sum.dim_IntList, zeros, [1])
     return total, [zeros, total]
 
 
