@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 EXPECTS = HERE / "zoo_expects.json"
 TABLE = HERE.parent / "docs" / "zoo.md"
 OPTIONS = dict(codegen="eager", chunk_len=8, head_len=4)
+BATCH = 32
 SECONDS = 240  # an entry that takes longer is an error
 
 
@@ -171,12 +172,12 @@ def first_line(error: BaseException) -> str:
 
 
 def run_all(names: Sequence[str], jobs: int) -> Iterable[Outcome]:
-    """In spawned processes, each replaced now and then so that no state piles up."""
-    with ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), max_tasks_per_child=30
-    ) as pool:
-        for future in as_completed([pool.submit(run_entry, name) for name in names]):
-            yield future.result()
+    """In spawned processes, replaced after each batch so that no state piles up."""
+    for start in range(0, len(names), BATCH):
+        batch = names[start : start + BATCH]
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            for future in as_completed([pool.submit(run_entry, x) for x in batch]):
+                yield future.result()
 
 
 def line_of(outcome: Outcome) -> str:
