@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from .._torch_private import inductor_compile
 from ..runtime.program import GradSlot
@@ -28,6 +29,7 @@ from .trace_bodies import (
     trace_forward_backward,
 )
 
+aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +40,14 @@ class CompileStats:
     bodies: int = 0
     body_compiles: int = 0
     captures: int = 0
+
+
+def allow_other_strides(module: GraphModule) -> None:
+    """An operator's real result may have other strides than its fake one had, and a view that was
+    traced then needs a copy when the graph runs as it is (seen with qwen3_next)."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    module.recompile()
 
 
 class Executable:
@@ -53,6 +63,7 @@ class Executable:
             self.guards = [guard.expr for guard in traced.mode.shape_env.guards]
             self.ranges = dict(traced.mode.shape_env.var_to_range)
         self.allowed: dict[tuple[int, ...], bool] = {}
+        allow_other_strides(self.module)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Tensor]:
         if self.compiled is not None and self.fits(inputs):

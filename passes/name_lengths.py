@@ -17,7 +17,9 @@ other value of that size (a table of positions) where it meets them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import sympy
@@ -42,6 +44,10 @@ SCORE_STEPS = frozenset(
 )
 
 
+# Not worth cutting; one query is a pooling token and no sequence.
+FEW = 8
+
+
 class NameLengths(GraphPass):
     name = "name_lengths"
     leaves_pure = False  # it runs before normalize
@@ -51,8 +57,7 @@ class NameLengths(GraphPass):
         lengths: dict[sympy.Expr, None] = {}
         for node in attentions(captured.module.graph):
             for size in attended_sizes(node):
-                # One query (a pooling token) is no sequence.
-                if size not in known and size != 1:
+                if size not in known and not (size.is_Integer and size <= FEW):
                     lengths.setdefault(size)
         yield from lengths
 
@@ -222,7 +227,7 @@ class _Renamer:
         if not follows or node.op != "call_function":
             return self.graph.node_copy(node, self.copies.__getitem__)
 
-        def convert(x: Any) -> Any:
+        def convert(x: Any, *, is_size: bool) -> Any:
             if isinstance(x, Node):
                 copy = self.copies[x]
                 if self.has_length(x) and copy not in self.named:
@@ -231,13 +236,16 @@ class _Renamer:
                 if isinstance(value, torch.SymInt) and self.is_length(value):
                     return self.size_node
                 return copy
-            if type(x) is int and self.is_length(x):
-                return self.size_node
-            return x
+            return self.size_node if is_size and self.is_length(x) else x
 
-        args, kwargs = pytree.tree_map_only(
-            (Node, int), convert, (node.args, node.kwargs)
-        )
+        sizes = size_arguments(node.target)
+
+        def converted(name: int | str, value: Any) -> Any:
+            turn = partial(convert, is_size=name in sizes)
+            return pytree.tree_map_only((Node, int), turn, value)
+
+        args = tuple(converted(i, x) for i, x in enumerate(node.args))
+        kwargs = {name: converted(name, x) for name, x in node.kwargs.items()}
         made = self.graph.call_function(node.target, args, kwargs)
         made.meta = dict(node.meta)
         if "val" in node.meta:
@@ -253,6 +261,16 @@ class _Renamer:
             isinstance(value, torch.SymInt)
             and self.symbol in value.node.expr.free_symbols
         )
+
+
+def size_arguments(target: Any) -> set[int | str]:
+    """Places and names of the arguments that are sizes (and no dimensions, say)."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return set()
+    # A schema's text tells SymInt from int, its arguments' types do not.
+    sizes = set(re.findall(r"SymInt\S* (\w+)", str(target._schema)))
+    names = [argument.name for argument in target._schema.arguments]
+    return sizes | {place for place, name in enumerate(names) if name in sizes}
 
 
 def hint_of(size: int | torch.SymInt) -> int:
