@@ -65,11 +65,19 @@ class GraphPass(ABC):
         return done
 
 
+def target_name(node: Node) -> str:
+    """The called operator as a person would write it."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", str(target))
+
+
 def refuse(node: Node, reason: str, change: str) -> CantChunk:
     """A CantChunk for ``node``, with the user's file and line."""
     return CantChunk(
         Rejection(
-            op=str(node.target), source=source_of(node), reason=reason, change=change
+            op=target_name(node), source=source_of(node), reason=reason, change=change
         )
     )
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from ..errors import Rejection
 from ..graph import Mixer, NodeKind, is_tensor
 from ..kernels.reference import as_tokens
-from .base import refuse, source_of
+from .base import refuse, source_of, target_name
 from .find_token_axes import TokenAnalysis
 
 CHANGE = "write it with operators that work token by token, or leave it: it runs whole"
@@ -126,7 +126,7 @@ def make_mixer(
         rejection=None
         if first is None
         else Rejection(
-            op=str(first.target),
+            op=target_name(first),
             source=source_of(first),
             reason=analysis.reasons[first],
             change=CHANGE,

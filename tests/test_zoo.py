@@ -17,7 +17,7 @@ SAMPLE = (
     "gpt_oss",  # sinks, mixture of experts
     "deepseek_v3",  # latent attention: other sizes for values
     "llama4_text",  # chunked attention
-    "jamba",  # a mixer of another kind
+    "lfm2",  # a mixer of another kind
     "bert/classify",  # class token
     "t5",  # two sequences, a learned table of biases
     "whisper",  # a fixed number of tokens, and two sequences
