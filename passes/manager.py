@@ -154,6 +154,10 @@ def find_everything(
     captured: CapturedGraph, config: FpdtConfig, result: Analysis
 ) -> None:
     graph, symbols = captured.module.graph, captured.token_symbols
+    numbers = [n for n in captured.lengths.values() if n.is_Integer]
+    if any(number in numbers for number, _ in captured.specialized):
+        # Named, so it can be cut; but every length is compiled anew.
+        result.rejections.append(no_token_dimension(captured))
     if not symbols and is_short(captured):
         return
     if not symbols:

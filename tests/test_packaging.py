@@ -46,6 +46,7 @@ REPOSITORY = [
 
 # Lower layers first; a module may import from its own layer and from those before it.
 LAYERS = (
+    ("_torch_sizes",),
     ("_torch_private", "errors", "config", "graph", "plan"),
     ("debug", "cost"),
     ("kernels", "runtime"),
@@ -65,7 +66,11 @@ LAYERS = (
     ("__init__", "testing"),
 )
 PRIVATE_TORCH = ("_inductor", "_dynamo", "_functorch", "_C", "_guards", "_subclasses")
-MAY_USE_PRIVATE_TORCH = ("fpdt_compile._torch_private", "fpdt_compile.kernels.lowering")
+MAY_USE_PRIVATE_TORCH = (
+    "fpdt_compile._torch_sizes",
+    "fpdt_compile._torch_private",
+    "fpdt_compile.kernels.lowering",
+)
 MAX_LINES = 420
 
 
