@@ -19,7 +19,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-MAX_SCORES = 1 << 21
+MAX_SCORES = 1 << 19
 
 
 def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -62,7 +62,7 @@ def facts(model: nn.Module):
     return analysis
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama4_text", "deepseek_v3"])
 def test_experts_run_in_chunks(name: str) -> None:
     model, reference = expert_pair(name)
     fpdt_compile.optimize(model, strict=True, **OPTIONS)
@@ -89,8 +89,9 @@ def test_experts_compiled_by_inductor() -> None:
     compare_training(model, reference, batch(2, 27)).check(CASTS)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name, padded", [("mixtral", True), ("qwen3_moe", False), ("gpt_oss", True)]
+)
 def test_load_balancing_loss_is_chunked(name: str, padded: bool) -> None:
     """Means over all tokens, of tokens per expert and of router probabilities."""
     changes = dict(output_router_logits=True, router_aux_loss_coef=0.3)

@@ -46,22 +46,11 @@ EXTRA = {
 }
 DECODERS = [
     "llama",
-    "mistral",
     "mistral_window",
-    "qwen2",
     "qwen3",
-    "gemma",
     "gemma3_text",
-    "phi3",
-    "phi",
     "gpt_neox",
-    "olmo2",
-    "starcoder2",
-    "stablelm",
-    "granite",
     "cohere",
-    "smollm3",
-    "glm4",
     "opt",
     "falcon",
 ]

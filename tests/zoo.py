@@ -260,7 +260,8 @@ ROW = re.compile(r"^\| (\S+) \|.*\| ([^|]*) \| [^|]* \|$", re.MULTILINE)
 
 def differences_in(text: str) -> dict[str, str]:
     """The error column of a table written before."""
-    return {name: error.strip() for name, error in ROW.findall(text)}
+    rows = ROW.findall(text)
+    return {name: error.strip() for name, error in rows if name in ENTRIES}
 
 
 def write(outcomes: dict[str, Outcome]) -> None:
