@@ -13,15 +13,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.compiler.config
+import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -60,6 +63,7 @@ __all__ = [
     "SymMin",
     "autograd_function_apply",
     "decided_by_hints",
+    "default_timeout",
     "fake_with_symbolic_dims",
     "get_keep_graph",
     "inductor_compile",
@@ -108,6 +112,13 @@ def logging_skipped() -> Iterator[None]:
         ignore_logging_functions=config.ignore_logging_functions | methods
     ):
         yield
+
+
+def default_timeout() -> timedelta:
+    """How long the default process group waits for an answer."""
+    group = distributed_c10d._get_default_group()
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return group._get_backend(device).options._timeout
 
 
 def is_checkpoint_op(target: Any) -> bool:

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch_private import logging_skipped, own_errors, traceable_torch
 from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
+from .groups import make_ranks
 from .passes.compile_bodies import CompileStats
 from .recorded_outputs import install_recording_hooks
 from .token_dims import TokenMarker
@@ -20,7 +21,7 @@ from .token_dims import TokenMarker
 def optimize(
     model: nn.Module,
     *,
-    seq_parallel: int = 1,
+    seq_parallel: int | DeviceMesh = 1,
     chunk_len: int | None = None,
     offload: str = "host",
     save: str = "attention",
@@ -54,8 +55,7 @@ def optimize(
         **options,
     )
     config = FpdtConfig.from_options(given)
-    check_parallel(config)
-    backend = FpdtBackend(config)
+    backend = FpdtBackend(config, make_ranks(config.seq_parallel))
     model.compile(backend=backend)
     compiled = model._compiled_call_impl
     marker = TokenMarker(model, config.token_dims)
@@ -70,22 +70,6 @@ def optimize(
     call.fpdt_backend = backend
     model._compiled_call_impl = call
     return model
-
-
-def check_parallel(config: FpdtConfig) -> None:
-    """``seq_parallel`` must fit the process group; one process is what there is so far."""
-    if config.seq_parallel == 1:
-        return
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ValueError(
-            f"seq_parallel={config.seq_parallel}: needs an initialized process group of that many "
-            "ranks; launch with `torchrun --nproc-per-node "
-            f"{config.seq_parallel} train.py` and call torch.distributed.init_process_group first"
-        )
-    raise ValueError(
-        f"seq_parallel={config.seq_parallel}: allowed is 1; sequence parallelism over ranks is not "
-        "part of this version"
-    )
 
 
 def compile_stats(model: nn.Module) -> CompileStats:

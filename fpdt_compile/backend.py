@@ -20,6 +20,7 @@ from ._torch_private import is_flex_op, run_without_tracing, with_dynamic_result
 from .capture import capture
 from .config import FpdtConfig
 from .errors import CantChunk, Rejection
+from .groups import make_ranks
 from .passes.compile_bodies import BodyCache, CompileStats
 from .passes.lower import Lowering
 from .passes.manager import Analysis, analyze
@@ -28,6 +29,7 @@ from .passes.verify import verify_regions
 from .runtime.autograd import StepRunner
 from .runtime.outputs import UnmaterializedOutput
 from .runtime.program import OutputSpec
+from .runtime.ranks import Ranks
 from .runtime.step import Step
 
 log = logging.getLogger(__name__)
@@ -36,8 +38,9 @@ log = logging.getLogger(__name__)
 class FpdtBackend:
     """A Dynamo backend with its configuration and its cache of compiled bodies."""
 
-    def __init__(self, config: FpdtConfig) -> None:
+    def __init__(self, config: FpdtConfig, ranks: Ranks | None = None) -> None:
         self.config = config
+        self.ranks = Ranks() if ranks is None else ranks
         self.cache = BodyCache(config.codegen)
         self.analyses: list[Analysis] = []
 
@@ -63,8 +66,30 @@ class FpdtBackend:
         self.analyses.append(result)
         warn(result.rejections, chunked=result.cut is not None)
         if result.cut is None or not (result.cut.blocks or result.cut.head):
+            self.check_shared(result)
             return run_whole(module, result)
         return self.lower(result)
+
+    def check_shared(self, result: Analysis) -> None:
+        """Ranks must not train the whole sequence each, unless another graph's part is shared."""
+        if self.ranks.size == 1:
+            return
+        if self.config.inputs == "sharded":
+            shared = False  # what runs whole here would see this rank's tokens only
+        else:
+            shared = result.captured.graph_break is not None or any(
+                x.cut is not None and x.cut.blocks for x in self.analyses
+            )
+        if not shared:
+            raise CantChunk(
+                Rejection(
+                    op="graph",
+                    source="model",
+                    reason=f"seq_parallel={self.ranks.size}, but nothing in it can be shared by "
+                    f"ranks: {'; '.join(map(str, result.rejections)) or 'no attention'}",
+                    change="change what is named here, or use seq_parallel=1",
+                )
+            )
 
     def analyze(self, module: GraphModule) -> Analysis:
         captured = capture(module)
@@ -79,8 +104,9 @@ class FpdtBackend:
             cut,
             result.dropped,
             self.cache,
-            chunk_len=plan.chunk_len,
-            head_len=plan.head_len,
+            plan=plan,
+            ranks=self.ranks,
+            sharded=self.config.inputs == "sharded",
         )
         program = lowering.lower()
         if self.config.verify:
@@ -100,6 +126,10 @@ class FpdtBackend:
                 head_len=plan.head_len,
                 tier=plan.tier,
                 save_attention=plan.save == "attention",
+                ranks=self.ranks,
+                sharded=self.config.inputs == "sharded",
+                overlap=self.config.overlap,
+                reduce_gradients=self.config.reduce_gradients,
             )
 
         return StepRunner(program, make_step, dropped_output)
@@ -133,7 +163,8 @@ def optimized_backend(model: nn.Module) -> FpdtBackend | None:
 
 def dropped_output(spec: OutputSpec, step: Step) -> Tensor:
     device = next(x.device for x in step.inputs.values() if isinstance(x, Tensor))
-    shape = [int(torch.sym_int(size.subs(step.symbols))) for size in spec.shape]
+    sizes = step.outside_symbols
+    shape = [int(torch.sym_int(size.subs(sizes))) for size in spec.shape]
     return UnmaterializedOutput(shape, spec.dtype, device)
 
 
@@ -153,7 +184,8 @@ def fpdt(
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Entry point of ``torch.compile(backend="fpdt")``; see FpdtConfig for ``options``."""
-    return FpdtBackend(FpdtConfig.from_options(options))(module, inputs)
+    config = FpdtConfig.from_options(options)
+    return FpdtBackend(config, make_ranks(config.seq_parallel))(module, inputs)
 
 
 __all__ = ["CantChunk", "FpdtBackend", "fpdt"]

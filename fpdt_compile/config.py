@@ -6,17 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 CODEGEN = ("inductor", "eager")
 OFFLOAD = ("host", "none")
 SAVE = ("attention", "hidden")
 OUTPUTS = ("auto", "all")
+INPUTS = ("whole", "sharded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FpdtConfig:
     """How a model is chunked.
 
-    - ``seq_parallel``: ranks that share one sequence (1: one process).
+    - ``seq_parallel``: ranks that share one sequence (1: one process). An int P makes groups of P
+      consecutive ranks of the world; a 1-D ``DeviceMesh`` (a dimension of a larger one) is taken as
+      it is.
+    - ``inputs``: "whole" means that every rank passes the same full batch; "sharded" that each rank
+      passes its own tokens, as ``shard_tokens`` cuts them (``chunk_len`` must be given).
+    - ``reduce_gradients``: sum parameter gradients over these ranks; False leaves each rank's part
+      to somebody else (FSDP2).
+    - ``overlap``: run exchanges between ranks under the compute; False waits for each.
     - ``chunk_len``: tokens per chunk and rank; None picks one from the model's widths.
     - ``head_len``: tokens per piece of the LM head; None picks one from the vocabulary.
     - ``offload``: "host" keeps saved activations in main memory, "none" on the device. On a
@@ -34,7 +44,10 @@ class FpdtConfig:
       first N rewrites. Both are for finding a miscompile.
     """
 
-    seq_parallel: int = 1
+    seq_parallel: int | DeviceMesh = 1
+    inputs: str = "whole"
+    reduce_gradients: bool = True
+    overlap: bool = True
     chunk_len: int | None = None
     head_len: int | None = None
     offload: str = "host"
@@ -48,7 +61,13 @@ class FpdtConfig:
     max_rewrites: int | None = None
 
     def __post_init__(self) -> None:
-        _positive("seq_parallel", self.seq_parallel)
+        _mesh(self.seq_parallel)
+        _choice("inputs", self.inputs, INPUTS)
+        if self.inputs == "sharded" and self.chunk_len is None:
+            raise ValueError(
+                'chunk_len=None: with inputs="sharded" allowed are integers >= 1, the same as in '
+                "shard_tokens"
+            )
         for name in ("chunk_len", "head_len"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
@@ -62,7 +81,7 @@ class FpdtConfig:
         _choice("save", self.save, SAVE)
         _choice("codegen", self.codegen, CODEGEN)
         _choice("outputs", self.outputs, OUTPUTS)
-        for name in ("strict", "verify"):
+        for name in ("strict", "verify", "overlap", "reduce_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: allowed are True and False"
@@ -86,10 +105,23 @@ class FpdtConfig:
         return cls(**options)
 
 
+def _mesh(value: object) -> None:
+    if isinstance(value, DeviceMesh):
+        if value.ndim != 1:
+            raise ValueError(
+                f"seq_parallel={value}: allowed are meshes of one dimension; select it by name, "
+                f'as in mesh["sp"]'
+            )
+        return
+    _positive("seq_parallel", value)
+
+
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         allowed = (
-            "integers >= 1" if name == "seq_parallel" else "None and integers >= 1"
+            "integers >= 1 and a 1-D DeviceMesh"
+            if name == "seq_parallel"
+            else "None and integers >= 1"
         )
         raise ValueError(f"{name}={value!r}: allowed are {allowed}")
 
@@ -115,3 +147,8 @@ def _token_dims(value: object) -> None:
             f"token_dims={value!r}: allowed are None and a dict of input name to dimension "
             'or tuple of dimensions, for instance {"input_ids": 1}'
         )
+
+
+def num_ranks(seq_parallel: int | DeviceMesh) -> int:
+    """P, of either form of the option."""
+    return seq_parallel.size() if isinstance(seq_parallel, DeviceMesh) else seq_parallel

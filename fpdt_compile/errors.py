@@ -46,5 +46,9 @@ class InvariantError(FpdtError):
     """A named invariant of the intermediate representation does not hold: a bug here."""
 
 
+class RankMismatch(FpdtError, ValueError):
+    """Ranks that share a sequence were given different models, plans or batches."""
+
+
 class OutputNotMaterialized(FpdtError):
     """A model output that training does not need was touched; see ``outputs="all"``."""

@@ -61,7 +61,9 @@ def attention_from_scores(
     else:
         weights = torch._safe_softmax(logits, dim=-1)
     if seed is not None and dropout_p > 0.0:
-        keep = keep_mask(seed, weights.shape, 0, 0, dropout_p)
+        batch, heads, queries, keys = weights.shape
+        ranges = (0, heads), (0, queries), (0, keys)
+        keep = keep_mask(seed, (batch, heads), *ranges, dropout_p)
         weights = weights * keep.to(work) / (1.0 - dropout_p)
     if v.shape[1] != weights.shape[1]:
         v = v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
@@ -70,22 +72,25 @@ def attention_from_scores(
 
 def keep_mask(
     seed: Tensor,
-    shape: tuple[int, ...],
-    q_start: int,
-    k_start: int,
+    sizes: tuple[int, int],
+    heads: tuple[int, int],
+    q_range: tuple[int, int],
+    k_range: tuple[int, int],
     dropout_p: float,
 ) -> Tensor:
-    """Which weights of a [B, H, q, k] tile stay: a hash of the seed and the global position.
+    """Which weights of a tile stay, bool [B, heads, q, k]: a hash of the seed and the position.
 
-    The tile's first query and key are ``q_start`` and ``k_start`` of the whole sequence, so every
-    tiling (and every recomputation) drops the same weights. The hash is two rounds of a 32-bit
-    multiply-xorshift mix, in int64 where no product overflows, as in ``counter_dropout``.
+    ``sizes`` are (B, H) of the whole attention; the ranges are heads, queries and keys of the whole
+    sequence, so every tiling (every recomputation, every number of ranks) drops the same weights.
+    The hash is two rounds of a 32-bit multiply-xorshift mix, in int64 where no product overflows,
+    as in ``counter_dropout``.
     """
-    batch, heads, queries, keys = shape
+    batch, num_heads = sizes
     device = seed.device
-    rows = torch.arange(queries, device=device) + q_start
-    columns = torch.arange(keys, device=device) + k_start
-    lanes = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
+    rows = torch.arange(*q_range, device=device)
+    columns = torch.arange(*k_range, device=device)
+    lanes = torch.arange(batch * num_heads, device=device).view(batch, num_heads, 1, 1)
+    lanes = lanes[:, heads[0] : heads[1]]
     mixed = _mix(_mix(seed ^ lanes) ^ (rows[:, None] & LOW))
     mixed = _mix(mixed ^ (columns & LOW))
     return mixed >= int(dropout_p * (LOW + 1))

@@ -27,6 +27,7 @@ from ..graph import (
     size_expr,
     value_of,
 )
+from ..plan import ChunkPlan
 from ..runtime.program import (
     AttentionCall,
     BlockProgram,
@@ -39,11 +40,21 @@ from ..runtime.program import (
     RegionCall,
     Result,
 )
+from ..runtime.ranks import Ranks
 from .compile_bodies import BodyCache
 from .cut_regions import BlockCut, Cut, returned_nodes
 from .extract_regions import Region, RegionExtractor, read_by
 from .find_token_axes import TokenAnalysis
 from .match_lm_head import after_head
+from .shard_sequence import (
+    check_sharded,
+    digest_of,
+    draws_numbers,
+    program_text,
+    shard_attention,
+    value_specs,
+    vector_inputs,
+)
 from .trace_bodies import BodyInterpreter
 
 
@@ -58,8 +69,9 @@ class Lowering:
         dropped: dict[int, Node],
         cache: BodyCache,
         *,
-        chunk_len: int,
-        head_len: int,
+        plan: ChunkPlan,
+        ranks: Ranks,
+        sharded: bool = False,
     ) -> None:
         self.captured = captured
         self.graph = captured.module.graph
@@ -67,8 +79,9 @@ class Lowering:
         self.cut = cut
         self.dropped = dropped
         self.cache = cache
-        self.chunk_len = chunk_len
-        self.head_len = head_len
+        self.plan = plan
+        self.ranks = ranks
+        self.sharded = sharded
         self.extractor = RegionExtractor(captured.module, analysis)
         self.vectors: dict[Node, None] = {}
         self.regions: list[tuple[RegionCall, Region]] = []
@@ -120,7 +133,7 @@ class Lowering:
         stops: Iterable[Node],
     ) -> RegionCall | None:
         """A region of a block (or the entry), with the forms training needs compiled now."""
-        call = self.region(label, symbol, outputs, stops, self.chunk_len)
+        call = self.region(label, symbol, outputs, stops, self.plan.chunk_len)
         if call is None:
             return None
         call.body.prepare("forward")
@@ -198,11 +211,10 @@ class Lowering:
             scale=record.scale,
             dtype=value_of(record.node).dtype,
             needs_grad=self.needs_grad(record.node),
-            score=record.score,
-            sinks=record.sinks,
             seed=None if record.seed is None else record.seed.name,
             dropout_p=record.dropout_p,
             operands=tuple(operands.values()),
+            **shard_attention(record, self.ranks),
         )
 
     def mixer(self, record: Mixer) -> MixerCall:
@@ -317,6 +329,9 @@ class Lowering:
         for node in self.light_ancestors(whole, given):
             self.vectors.setdefault(node)
         vectors = [n for n in self.vectors if n.op != "placeholder"]
+        if self.sharded:
+            check_sharded(self.captured, self.analysis, self.cut, whole)
+        text = program_text(self.captured, self.plan, self.regions)
         return ChunkProgram(
             input_names=tuple(
                 n.name for n in self.graph.nodes if n.op == "placeholder"
@@ -336,6 +351,11 @@ class Lowering:
             needs_grad={
                 n.name: self.needs_grad(n) for n in self.graph.nodes if is_tensor(n)
             },
+            specs=value_specs(self.graph),
+            vector_inputs=vector_inputs(self.vectors),
+            text=text,
+            digest=digest_of(text),
+            draws=draws_numbers(vectors),
             symbol_sources=symbol_sources(self.graph),
             lengths=self.captured.lengths,
         )
@@ -370,7 +390,9 @@ class Lowering:
             [*self.cut.totals, *self.cut.token_outputs]
         ):
             for nodes in self.head_groups(results):
-                call = self.region("head", symbol, nodes, self.cut.exit, self.head_len)
+                call = self.region(
+                    "head", symbol, nodes, self.cut.exit, self.plan.head_len
+                )
                 assert call is not None
                 heads.append(call)
                 trains = self.train and call.needs_backward

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import sympy
 from torch.fx import Graph, Node
 
-from ..config import FpdtConfig
+from ..config import FpdtConfig, num_ranks
 from ..cost.memory import chunk_length, head_length
 from ..graph import Attention, NodeKind, is_tensor, value_of
 from ..plan import ChunkPlan
@@ -53,7 +53,7 @@ def plan_chunks(
         head_len=min(head_len, chunk_len),
         tier="host" if config.offload == "host" else "device",
         save=config.save,
-        seq_parallel=config.seq_parallel,
+        seq_parallel=num_ranks(config.seq_parallel),
         num_blocks=len(cut.blocks),
         stored_bytes_per_token=stored_bytes(cut, symbols, config.save),
     )

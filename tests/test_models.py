@@ -43,9 +43,7 @@ def test_tied_embeddings(tied):
     compare_training(model, reference, batch(2, 19)).check(2e-6)
 
 
-@pytest.mark.parametrize(
-    "frozen", ["embed", "self_attn", "layers.0", "lm_head"]
-)
+@pytest.mark.parametrize("frozen", ["embed", "self_attn", "layers.0", "lm_head"])
 def test_frozen_parameters(frozen):
     model, reference = pair("llama")
     for m in (model, reference):
@@ -57,7 +55,12 @@ def test_frozen_parameters(frozen):
 
 @pytest.mark.parametrize(
     "name, side",
-    [("llama", "left"), ("llama", "right"), ("llama", "both"), ("mistral_window", "both")],
+    [
+        ("llama", "left"),
+        ("llama", "right"),
+        ("llama", "both"),
+        ("mistral_window", "both"),
+    ],
 )
 def test_padding(name, side):
     model, reference = pair(name)

@@ -41,12 +41,14 @@ class TileRunner:
         sinks: ScoreEvaluator | None = None,
         seed: Tensor | None = None,
         passes: MaskEvaluator | None = None,
+        heads: Range | None = None,
     ) -> None:
         self.call = call
         self.mask = mask
         self.score = score
         self.sinks = sinks
         self.passes = passes
+        self.heads = (0, call.num_heads) if heads is None else heads
         self.seed = seed if call.dropout_p > 0.0 else None
         self.parameter_grads: dict[str, Tensor] = {}
         self.sunk: set[int] = set()  # query chunks whose sinks have their gradient
@@ -137,8 +139,10 @@ class TileRunner:
         seed, p = self.seed, self.call.dropout_p
 
         def keep_of(rows: slice) -> Tensor:
-            shape = (*q.shape[:2], rows.stop - rows.start, k_range[1] - k_range[0])
-            return keep_mask(seed, shape, q_range[0] + rows.start, k_range[0], p)
+            start = q_range[0] + rows.start
+            part = (start, q_range[0] + rows.stop)
+            sizes = (q.shape[0], self.call.num_heads)
+            return keep_mask(seed, sizes, self.heads, part, k_range, p)
 
         return keep_of
 

@@ -18,7 +18,13 @@ from torch.autograd.function import FunctionCtx
 
 from .._torch_private import get_keep_graph
 from ..errors import FpdtError
-from .executor import BlockExecutor, run_region, run_region_backward, whole_grad
+from .executor import (
+    BlockExecutor,
+    own_grad,
+    run_region,
+    run_region_backward,
+    whole_grad,
+)
 from .head import HeadExecutor
 from .program import ChunkProgram, OperandKind, OutputKind
 from .schedule import BlockShape, block_shape
@@ -41,6 +47,7 @@ class Stage:
 
     label: str
     inputs: tuple[str, ...]
+    summed: tuple[str, ...]  # those whose gradient is a sum over chunks (and ranks)
     run: Callable[[Step], list[Tensor]]
     differentiate: Callable[[Step, Sequence[Tensor | None], bool], None]
     input_grad: Callable[[Step, str], Tensor | None]
@@ -87,6 +94,7 @@ class StageNode(torch.autograd.Function):
         step.keep_graph = get_keep_graph()
         with no_autocast():
             stage.differentiate(step, grads[1:], step.keep_graph)
+            step.sum_gradients(stage.label, stage.summed)
         found = []
         for name, needed in zip(stage.inputs, ctx.needs_input_grad[3:]):
             grad = stage.input_grad(step, name)
@@ -176,11 +184,15 @@ class StepRunner:
         def input_grad(step: Step, name: str) -> Tensor | None:
             if name not in token_inputs:
                 return step.parameter_grads.take(name, step.inputs[name])
+            if name in step.local_inputs:
+                return own_grad(step, name)
             return whole_grad(step, name)
 
+        state = differentiable_state(program.entries)
         return Stage(
             label="entry",
-            inputs=(*differentiable_state(program.entries), *token_inputs),
+            inputs=(*state, *token_inputs),
+            summed=state,
             run=run,
             differentiate=differentiate,
             input_grad=input_grad,
@@ -198,9 +210,11 @@ class StepRunner:
         ) -> None:
             BlockExecutor(step, block, *shape).backward(keep=keep)
 
+        state = differentiable_state(block.calls)
         return Stage(
             label=f"block {index}",
-            inputs=differentiable_state(block.calls),
+            inputs=state,
+            summed=state,
             run=run,
             differentiate=differentiate,
             input_grad=lambda step, name: step.parameter_grads.take(
@@ -246,9 +260,11 @@ class StepRunner:
             if not keep:
                 sums.clear()
 
+        state = differentiable_state([call])
         return Stage(
             label="head",
-            inputs=differentiable_state([call]),
+            inputs=state,
+            summed=state,
             run=run,
             differentiate=differentiate,
             input_grad=lambda step, name: step.parameter_grads.take(

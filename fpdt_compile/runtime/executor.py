@@ -7,6 +7,7 @@ chunks; see ``schedule`` for what they mean.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,14 +16,8 @@ import torch
 from torch import Tensor
 
 from ..graph import TileKind
-from .chunks import (
-    arrange,
-    cut,
-    empty_whole,
-    join_axis,
-    paste,
-    same_storage,
-)
+from .chunks import arrange, cut, join_axis, same_storage
+from .exchange import BlockExchange
 from .instructions import (
     Attend,
     AttendBackward,
@@ -35,8 +30,12 @@ from .instructions import (
     Run,
     RunBackward,
     Save,
+    Send,
+    Wait,
 )
+from .parallel_schedule import backward_parallel, forward_parallel, in_heads
 from .program import (
+    AttentionCall,
     BlockProgram,
     GradForm,
     GradSlot,
@@ -50,11 +49,14 @@ from .schedule import (
     forward_schedule,
     key_region,
 )
+from .sharing import gather_tokens, join_own, same_randomness
 from .step import Step
 
 # Pure functions of hashable arguments; few entries, because a long sequence's list is long.
 forward_schedule = lru_cache(maxsize=8)(forward_schedule)
 backward_schedule = lru_cache(maxsize=8)(backward_schedule)
+forward_parallel = lru_cache(maxsize=8)(forward_parallel)
+backward_parallel = lru_cache(maxsize=8)(backward_parallel)
 
 
 class BlockExecutor:
@@ -73,85 +75,134 @@ class BlockExecutor:
         for n, call in enumerate(block.keys, 1):
             self.regions[key_region(n)] = call
         self.counts = tuple(len(step.bounds[symbol]) for symbol in block.symbols)
+        self.moves = BlockExchange(
+            step, block, shape.key_sequences, self.take_heads_grad
+        )
+
+    def attended(self, name: str) -> str:
+        """The form of a value that attention reads or writes."""
+        return in_heads(name) if self.step.parallel else name
 
     def forward(self, *, train: bool) -> None:
-        self.run(
-            forward_schedule(
-                self.shape,
-                self.counts,
-                self.tables,
-                train=train,
-                save_attention=self.step.save_attention,
+        given = self.shape, self.counts, self.tables
+        step = self.step
+        saves = step.save_attention
+        if step.parallel:
+            self.run(
+                forward_parallel(
+                    *given, train=train, save_attention=saves, overlap=step.overlap
+                )
             )
-        )
+        else:
+            self.run(forward_schedule(*given, train=train, save_attention=saves))
 
     def backward(self, *, keep: bool) -> None:
-        self.run(
-            backward_schedule(
-                self.shape,
-                self.counts,
-                self.tables,
-                save_attention=self.step.save_attention,
-                keep=keep,
+        given = self.shape, self.counts, self.tables
+        step = self.step
+        saves = step.save_attention
+        if step.parallel:
+            self.run(
+                backward_parallel(
+                    *given, save_attention=saves, keep=keep, overlap=step.overlap
+                )
             )
-        )
+        else:
+            self.run(backward_schedule(*given, save_attention=saves, keep=keep))
         for runner in self.runners:
             for name, grad in runner.parameter_grads.items():
                 self.step.parameter_grads.add_dense(name, self.step.whole(name), grad)
 
     def run(self, instructions: Sequence[Instruction]) -> None:
+        ranks = self.step.ranks
+        if ranks.events is None:
+            for instruction in instructions:
+                self.execute(instruction)
+            return
         for instruction in instructions:
-            match instruction:
-                case Run(region, chunk):
-                    run_region(self.step, self.regions[region], chunk)
-                case RunBackward(region, chunk):
+            start = time.perf_counter()
+            self.execute(instruction)
+            if not isinstance(instruction, (Send, Wait, Drop)):
+                ranks.record("compute", str(instruction), start, time.perf_counter())
+
+    def execute(self, instruction: Instruction) -> None:
+        step = self.step
+        match instruction:
+            case Run(region, chunk):
+                run_region(step, self.regions[region], chunk)
+            case RunBackward(region, chunk):
+                if not step.parallel:
                     self.hand_attention_grads(region, chunk)
-                    if self.regions[region] is not None:
-                        run_region_backward(self.step, self.regions[region], chunk)
-                case Attend(attention, query, key, kind):
-                    self.attend(attention, query, key, kind)
-                case Finish(attention, query):
-                    self.finish(attention, query)
-                case AttendBackward(attention, query, key, kind):
-                    self.attend_backward(attention, query, key, kind)
-                case Mix(mixer):
-                    mix(self.step, self.block.mixers[mixer])
-                case MixBackward(mixer):
-                    mix_backward(self.step, self.block.mixers[mixer])
-                case Save(name, chunk):
-                    self.step.save(self.names[name], chunk)
-                case Prefetch(name, chunk):
-                    self.step.prefetch(self.names[name], chunk)
-                case Drop(name, chunk):
-                    self.step.drop(self.names[name], chunk)
+                if self.regions[region] is not None:
+                    run_region_backward(step, self.regions[region], chunk)
+            case Attend(attention, query, key, kind):
+                self.attend(attention, query, key, kind)
+            case Finish(attention, query):
+                self.finish(attention, query)
+            case AttendBackward(attention, query, key, kind):
+                self.attend_backward(attention, query, key, kind)
+            case Send(what, sequence, chunk):
+                self.moves.send(what, sequence, chunk)
+            case Wait(what, sequence, chunk):
+                self.moves.wait(what, sequence, chunk)
+            case Mix(mixer):
+                mix(step, self.block.mixers[mixer])
+            case MixBackward(mixer):
+                mix_backward(step, self.block.mixers[mixer])
+            case Save(name, chunk):
+                step.save(self.real_name(name), chunk)
+            case Prefetch(name, chunk):
+                step.prefetch(self.real_name(name), chunk)
+            case Drop(name, chunk):
+                step.drop(self.real_name(name), chunk)
+
+    def real_name(self, name: str) -> str:
+        """The value that a name of the schedule stands for."""
+        if name in self.names:
+            return self.names[name]
+        return in_heads(self.names[name[:-1]])
+
+    def attention_values(
+        self, call: AttentionCall, query: int, key: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a tile."""
+        step = self.step
+        return (
+            step.value(self.attended(call.q), query),
+            step.value(self.attended(call.k), key),
+            step.value(self.attended(call.v), key),
+        )
 
     def attend(self, attention: int, query: int, key: int, kind: TileKind) -> None:
         step, call = self.step, self.block.attentions[attention]
+        if call.shares[step.ranks.rank].num_queries == 0:
+            return
         self.runners[attention].attend(
             query,
             kind,
             step.bounds_of(call.q)[query],
             step.bounds_of(call.k)[key],
-            step.value(call.q, query),
-            step.value(call.k, key),
-            step.value(call.v, key),
+            *self.attention_values(call, query, key),
         )
 
     def finish(self, attention: int, query: int) -> None:
         step, call = self.step, self.block.attentions[attention]
         runner = self.runners[attention]
-        out, lse = runner.finish(query, step.value(call.q, query))
-        step.put(call.name, query, arrange(out, (0, 2, 1, 3)))
+        out, lse = runner.finish(query, step.value(self.attended(call.q), query))
+        if not step.parallel:
+            out = arrange(out, (0, 2, 1, 3))
+        step.put(self.attended(call.name), query, out)
         step.put(call.lse, query, lse)
 
     def attend_backward(
         self, attention: int, query: int, key: int, kind: TileKind
     ) -> None:
         step, call = self.step, self.block.attentions[attention]
-        if not call.needs_grad:
+        if not call.needs_grad or call.shares[step.ranks.rank].num_queries == 0:
             return
-        grad_key = (call.name, query)
+        grad_key = (self.attended(call.name), query)
         if grad_key not in step.grads.grads:
+            if step.parallel:
+                return  # no rank has one
             grad = step.take_value_grad(call.name, query)
             if grad is None:
                 return
@@ -163,11 +214,9 @@ class BlockExecutor:
             step.bounds_of(call.q)[query],
             step.bounds_of(call.k)[key],
             (
-                self.step.grads.grads[grad_key],
-                step.value(call.q, query),
-                step.value(call.k, key),
-                step.value(call.v, key),
-                step.value(call.name, query),
+                step.grads.grads[grad_key],
+                *self.attention_values(call, query, key),
+                step.value(self.attended(call.name), query),
                 step.value(call.lse, query),
             ),
         )
@@ -191,10 +240,26 @@ class BlockExecutor:
                 if step.program.needs_grad[name]:
                     step.grads.add((name, chunk), grad, owned=True)
 
+    def take_heads_grad(self, name: str, chunk: int) -> Tensor | None:
+        """The finished gradient of a value in heads form, from all attentions that read it."""
+        total: Tensor | None = None
+        for call, runner in zip(self.block.attentions, self.runners, strict=True):
+            if name == call.q:
+                self.step.grads.take((in_heads(call.name), chunk))
+            roles = {"q": call.q, "k": call.k, "v": call.v}
+            for which in (w for w, x in roles.items() if x == name):
+                if runner.has_grad(which, chunk):
+                    like = self.step.value(in_heads(name), chunk)
+                    grad = runner.take_grad(which, chunk, like)
+                    total = grad if total is None else total + grad
+        return total
+
 
 def run_region(step: Step, call: RegionCall | None, chunk: int) -> None:
-    """Compute a region's values for one chunk."""
+    """Compute a region's values for one chunk, where this rank has tokens of it."""
     assert call is not None
+    if chunk not in step.own_chunks(call.symbol):
+        return
     outputs = call.body.forward(step.operands(call, chunk))
     for result, value in zip(call.results, outputs, strict=True):
         step.put(result.name, chunk, value)
@@ -203,6 +268,8 @@ def run_region(step: Step, call: RegionCall | None, chunk: int) -> None:
 def run_region_backward(step: Step, call: RegionCall | None, chunk: int) -> None:
     """Recompute and differentiate a region on one chunk."""
     assert call is not None
+    if chunk not in step.own_chunks(call.symbol):
+        return
     inputs = step.operands(call, chunk)
     wanted = [i for i, r in enumerate(call.results) if r.needs_grad]
     found = [step.take_value_grad(call.results[i].name, chunk) for i in wanted]
@@ -269,43 +336,52 @@ def mixer_inputs(step: Step, call: MixerCall) -> list[Any]:
     return flat
 
 
-def chunks_of(step: Step, name: str) -> range:
-    return range(len(step.bounds_of(name)))
+def own_chunks(step: Step, name: str) -> list[int]:
+    return step.own_chunks(step.program.axes[name].symbol)
 
 
 def gather(step: Step, name: str) -> Tensor:
-    """A whole tensor from its chunks."""
-    if name in step.inputs:
+    """A whole tensor from its chunks (and from all ranks)."""
+    if name in step.inputs and name not in step.local_inputs:
         return step.inputs[name].detach()
-    return assemble(step, name, [step.value(name, i) for i in chunks_of(step, name)])
+    own = join_own(step, name, {i: step.value(name, i) for i in own_chunks(step, name)})
+    return gather_tokens(step, f"gathering {name}", own, step.program.axes[name])
 
 
-def assemble(step: Step, name: str, pieces: Sequence[Tensor]) -> Tensor:
-    axis = step.program.axes[name]
-    whole = empty_whole(pieces[0], axis, step.symbols, step.symbols[axis.symbol])
-    for piece, (start, _) in zip(pieces, step.bounds[axis.symbol], strict=True):
-        paste(whole, piece, axis, step.symbols, start)
-    return whole
+def own_grad(step: Step, name: str) -> Tensor | None:
+    """The gradient of this rank's tokens of a value from its chunks'; None if no rank has one."""
+    found = {i: step.take_value_grad(name, i) for i in own_chunks(step, name)}
+    present = any(grad is not None for grad in found.values())
+    if step.parallel:
+        label = f"gradient of {name}"
+        count = torch.tensor([float(present)], device=step.ranks.device)
+        present = bool(step.ranks.sum(label, count))
+    if not present:
+        return None
+    pieces = {
+        i: torch.zeros_like(step.value(name, i)) if grad is None else grad
+        for i, grad in found.items()
+    }
+    return join_own(step, name, pieces)
 
 
 def whole_grad(step: Step, name: str) -> Tensor | None:
-    """The gradient of a whole value from its chunks'; None if no chunk has one."""
-    found = [step.take_value_grad(name, i) for i in chunks_of(step, name)]
-    if all(grad is None for grad in found):
+    """The gradient of a whole value."""
+    own = own_grad(step, name)
+    if own is None:
         return None
-    pieces = [
-        torch.zeros_like(step.value(name, i)) if grad is None else grad
-        for i, grad in enumerate(found)
-    ]
-    return assemble(step, name, pieces)
+    label = f"gathering the gradient of {name}"
+    return gather_tokens(step, label, own, step.program.axes[name])
 
 
-def scatter(step: Step, name: str, whole: Tensor) -> list[Tensor]:
+def scatter(step: Step, name: str, whole: Tensor) -> dict[int, Tensor]:
+    """This rank's part of every chunk of a whole tensor."""
     axis = step.program.axes[name]
-    return [
-        join_axis(cut(whole, axis, step.symbols, start, end), axis)
-        for start, end in step.bounds[axis.symbol]
-    ]
+    bounds = step.own[axis.symbol]
+    return {
+        i: join_axis(cut(whole, axis, step.symbols, *bounds[i]), axis)
+        for i in own_chunks(step, name)
+    }
 
 
 @contextlib.contextmanager
@@ -317,11 +393,12 @@ def repeated_randomness(step: Step, call: MixerCall) -> Iterator[None]:
     )
     states = step.random_states.get(call.name)
     if states is None:
-        step.random_states[call.name] = (
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        )
-        yield
+        with same_randomness(step):
+            step.random_states[call.name] = (
+                torch.get_rng_state(),
+                torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            )
+            yield
         return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.set_rng_state(states[0])
@@ -334,7 +411,7 @@ def mix(step: Step, call: MixerCall) -> None:
     with torch.no_grad(), repeated_randomness(step, call):
         outputs = call.run(mixer_inputs(step, call))
     for result, whole in zip(call.results, outputs, strict=True):
-        for chunk, piece in enumerate(scatter(step, result.name, whole)):
+        for chunk, piece in scatter(step, result.name, whole).items():
             step.put(result.name, chunk, piece)
 
 
@@ -367,7 +444,8 @@ def mix_backward(step: Step, call: MixerCall) -> None:
         if grad is None:
             continue
         if operand.kind is OperandKind.TOKEN:
-            for chunk, piece in enumerate(scatter(step, operand.name, grad)):
+            for chunk, piece in scatter(step, operand.name, grad).items():
                 step.grads.add((operand.name, chunk), piece, owned=False)
-        else:
+        elif step.ranks.rank == 0:
+            # A mixer runs whole on every rank; its parameters' gradients are summed over ranks.
             step.parameter_grads.add_dense(operand.name, step.whole(operand.name), grad)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .chunks import empty_whole, join_axis, paste, scalar_dtype, split_axis
 from .program import GradForm, OperandKind, RegionCall
+from .sharing import gather_tokens
 from .step import Step
 
 
@@ -27,14 +28,14 @@ class HeadExecutor:
         self.step = step
         self.index = index
         self.call = call
-        self.dtypes = [torch.float32] * len(call.results)
+        self.dtypes = [step.program.specs[r.name].dtype for r in call.results]
         self.held = held  # exit state that a block's backward or another head reads too
 
     def forward(self, *, one_pass: bool, train: bool) -> list[Tensor]:
         """The results, totals summed and token values whole, in the order of ``call.results``."""
         step, call = self.step, self.call
         sums: list[Tensor | None] = [None] * len(call.results)
-        for chunk, bounds in enumerate(step.bounds[call.symbol]):
+        for chunk, bounds in enumerate(step.own[call.symbol]):
             buffers: dict[str, Tensor] = {}
             for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
@@ -44,37 +45,52 @@ class HeadExecutor:
                 else:
                     flat = call.body.forward(inputs)
                 for i in range(len(call.results)):
-                    sums[i] = self.collect(sums[i], i, flat[i], piece)
+                    sums[i] = self.collect(sums[i], i, flat[i], chunk, piece)
                 del flat
             for name, buffer in buffers.items():
                 step.unit_grads.setdefault((name, chunk), {})[self.index] = buffer
             if one_pass or not train:
                 self.drop_state(chunk)
-        return [
-            total.to(dtype) if result.axis is None else total
-            for total, result, dtype in zip(
-                sums, call.results, self.dtypes, strict=True
-            )
-        ]
+        return [self.finished(i, total) for i, total in enumerate(sums)]
 
     def collect(
-        self, have: Tensor | None, index: int, part: Tensor, piece: tuple[int, int]
+        self,
+        have: Tensor | None,
+        index: int,
+        part: Tensor,
+        chunk: int,
+        piece: tuple[int, int],
     ) -> Tensor:
         step, result = self.step, self.call.results[index]
         if result.axis is not None:
+            symbol = result.axis.symbol
+            layout, rank = step.layouts[symbol], step.ranks.rank
             if have is None:
-                length = step.symbols[result.axis.symbol]
-                have = empty_whole(part, result.axis, step.symbols, length)
-                self.note_dtype(index, part)
-            paste(have, part, result.axis, step.symbols, piece[0])
+                have = empty_whole(
+                    part, result.axis, step.symbols, layout.num_tokens(rank)
+                )
+                self.dtypes[index] = part.dtype
+            start = layout.local(rank)[chunk][0] + piece[0] - step.own[symbol][chunk][0]
+            paste(have, part, result.axis, step.symbols, start)
             return have
         if have is None:
-            self.note_dtype(index, part)
+            self.dtypes[index] = part.dtype
             return part.to(scalar_dtype(part.dtype))
         return have + part
 
-    def note_dtype(self, index: int, part: Tensor) -> None:
-        self.dtypes[index] = part.dtype
+    def finished(self, index: int, total: Tensor | None) -> Tensor:
+        """A result from this rank's part of it: totals summed over ranks, values per token gathered
+        (with sharded inputs each rank keeps its own)."""
+        step, result = self.step, self.call.results[index]
+        if total is None:  # a rank without tokens
+            total = step.empty(result.name, 0)
+            if result.axis is None:
+                total = total.zero_().to(scalar_dtype(total.dtype))
+        if result.axis is not None:
+            if step.sharded:
+                return total
+            return gather_tokens(step, f"gathering {result.name}", total, result.axis)
+        return step.ranks.sum(f"sum of {result.name}", total).to(self.dtypes[index])
 
     def drop_state(self, chunk: int) -> None:
         for operand in self.call.operands:
@@ -112,11 +128,11 @@ class HeadExecutor:
         step = self.step
         axis = step.program.axes[name]
         if name not in buffers:
-            start, end = step.bounds[axis.symbol][chunk]
+            start, end = step.own[axis.symbol][chunk]
             joined = join_axis(grad, axis)
             buffers[name] = empty_whole(joined, axis, step.symbols, end - start)
         target, dim = split_axis(buffers[name], axis, step.symbols)
-        offset = piece[0] - step.bounds[axis.symbol][chunk][0]
+        offset = piece[0] - step.own[axis.symbol][chunk][0]
         target.narrow(dim, offset, piece[1] - piece[0]).copy_(grad)
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> None:
@@ -128,11 +144,13 @@ class HeadExecutor:
         slots = [
             s for s in call.body.slots("backward") if call.has_grad(s.operand, arrived)
         ]
-        for chunk, bounds in enumerate(step.bounds[call.symbol]):
+        for chunk, bounds in enumerate(step.own[call.symbol]):
             buffers: dict[str, Tensor] = {}
             for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
-                upstream = [self.piece_grad(grads[i], i, piece) for i, _ in wanted]
+                upstream = [
+                    self.piece_grad(grads[i], i, chunk, piece) for i, _ in wanted
+                ]
                 flat = call.body.backward(inputs, upstream)
                 for slot in slots:
                     operand = call.operands[slot.operand]
@@ -150,16 +168,16 @@ class HeadExecutor:
                 self.drop_state(chunk)
 
     def piece_grad(
-        self, grad: Tensor | None, index: int, piece: tuple[int, int]
+        self, grad: Tensor | None, index: int, chunk: int, piece: tuple[int, int]
     ) -> Tensor:
         step, axis = self.step, self.call.results[index].axis
         assert grad is not None
         if axis is None:
             return grad.contiguous()
         split, dim = split_axis(grad, axis, step.symbols)
-        return join_axis(
-            split.narrow(dim, piece[0], piece[1] - piece[0]), axis
-        ).contiguous()
+        moved = step.outside[axis.symbol][chunk][0] - step.own[axis.symbol][chunk][0]
+        part = split.narrow(dim, piece[0] + moved, piece[1] - piece[0])
+        return join_axis(part, axis).contiguous()
 
 
 def fill_grads(

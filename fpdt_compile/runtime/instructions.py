@@ -5,10 +5,22 @@ Values are named as in their block's :class:`BlockShape`; chunks are numbers.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import InvariantError
 from ..graph import TileKind
+
+
+class Transfer(enum.Enum):
+    """What ranks exchange. Values in heads form, ``name^``, are all tokens of a chunk for this
+    rank's heads; in token form they are all heads of this rank's tokens."""
+
+    QKV = "q, k, v to heads"
+    OUT = "out to tokens"
+    GRAD_OUT = "out and its gradient to heads"
+    GRAD_QKV = "gradients of q, k, v to tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,30 @@ class AttendBackward:
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """Issue the exchange ``what`` of a chunk of a sequence; see :class:`Transfer`."""
+
+    what: Transfer
+    sequence: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"send     {self.what.value} s{self.sequence}[{self.chunk}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for that exchange: what it carries are values (or gradients) from here on."""
+
+    what: Transfer
+    sequence: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"wait     {self.what.value} s{self.sequence}[{self.chunk}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Mix:
     """Gather a mixer's inputs, run it whole, cut its outputs into chunks."""
 
@@ -129,6 +165,8 @@ Instruction = (
     | Attend
     | Finish
     | AttendBackward
+    | Send
+    | Wait
     | Mix
     | MixBackward
     | Save
@@ -140,3 +178,17 @@ Instruction = (
 def text(instructions: Sequence[Instruction]) -> str:
     """The schedule as text, one instruction a line."""
     return "\n".join(str(i) for i in instructions)
+
+
+def check_exchanges(instructions: Sequence[Instruction]) -> None:
+    """Every exchange that is sent is waited for, once and later. Raises InvariantError."""
+    sent: set[tuple[Transfer, int, int]] = set()
+    for x in instructions:
+        if not isinstance(x, (Send, Wait)):
+            continue
+        key = (x.what, x.sequence, x.chunk)
+        if isinstance(x, Send) == (key in sent):
+            raise InvariantError(f"exchange out of order: {x}")
+        (sent.add if isinstance(x, Send) else sent.remove)(key)
+    if sent:
+        raise InvariantError(f"exchanges nobody waits for: {sorted(map(str, sent))}")

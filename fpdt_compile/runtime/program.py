@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..graph import MaskGraph, ScoreGraph, TokenAxis
+from .layout import HeadShare
 
 
 class OperandKind(enum.Enum):
@@ -120,7 +121,9 @@ class AttentionCall:
     """One attention over values ``q``, ``k``, ``v``; its output is the value ``name``.
 
     ``key_symbol`` is the length of the sequence of k and v, ``value_size`` v's Dv. ``lse`` names
-    the logsumexp value. ``dtype`` is what the op computes in (autocast may cast).
+    the logsumexp value. ``dtype`` is what the op computes in (autocast may cast). ``shares`` are
+    the heads of each rank; ``score``, ``sinks`` and ``tile_mask`` are for this rank's heads, while
+    ``mask`` is for all of them, so that all ranks skip the same tiles.
     ``score``, ``sinks``, ``seed`` and ``dropout_p`` as in :class:`Attention`; ``operands`` are the
     parameters its score arithmetic reads.
     """
@@ -132,10 +135,13 @@ class AttentionCall:
     key_symbol: sympy.Symbol
     value_size: int
     mask: MaskGraph | None
+    tile_mask: MaskGraph | None
     is_causal: bool
     scale: float | None
     dtype: torch.dtype
     needs_grad: bool
+    num_heads: int
+    shares: tuple[HeadShare, ...]
     score: ScoreGraph | None = None
     sinks: MaskGraph | None = None
     seed: str | None = None
@@ -203,12 +209,22 @@ class OutputSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValueSpec:
+    """Shape (in terms of the size symbols) and type of a value."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkProgram:
-    """Everything a step needs. ``axes`` and ``needs_grad`` are per value name.
+    """Everything a step needs. ``axes``, ``needs_grad`` and ``specs`` are per value name.
 
     There is an entry per sequence that has one, and a head or two: what follows the LM head linear
     is apart from other results if it is one loss. ``one_pass``, per head: it computes its gradients
-    in its forward (one total, nothing else differentiable leaves it).
+    in its forward (one total, nothing else differentiable leaves it). ``digest`` is equal for equal
+    programs (``text`` says what is in them); ``draws``: the prologue draws random numbers;
+    ``vector_inputs``: inputs that vectors, masks and score arithmetic are made of.
     """
 
     input_names: tuple[str, ...]
@@ -225,6 +241,11 @@ class ChunkProgram:
     token_symbols: tuple[sympy.Symbol, ...]
     axes: dict[str, TokenAxis]
     needs_grad: dict[str, bool]
+    specs: dict[str, ValueSpec]
+    vector_inputs: frozenset[str]
+    text: str
+    digest: int
+    draws: bool
     symbol_sources: dict[sympy.Symbol, tuple[int, int | None]]
     lengths: dict[sympy.Symbol, sympy.Expr]
 

@@ -126,7 +126,7 @@ def block_shape(
     return shape, {short_name: name for name, short_name in short.items()}
 
 
-class _Lifetimes:
+class Lifetimes:
     """Which attentions still need which key chunk."""
 
     def __init__(
@@ -155,7 +155,7 @@ class _Lifetimes:
         )
 
 
-class _Writer:
+class Writer:
     """A list of instructions; a value is dropped at most once."""
 
     def __init__(self, kept: Collection[str]) -> None:
@@ -186,7 +186,7 @@ def forward_schedule(
     """
     state = {*shape.state_in, *(name for _, name in shape.key_state)}
     kept = {*shape.later, *shape.state_out, *(state if train else ())}
-    write, lives = _Writer(kept), _Lifetimes(shape, tables, counts)
+    write, lives = Writer(kept), Lifetimes(shape, tables, counts)
     ready: set[tuple[int, int]] = set()
 
     def prepare(sequence: int, chunk: int) -> None:
@@ -286,10 +286,10 @@ def backward_schedule(
     keep: bool,
 ) -> tuple[Instruction, ...]:
     """A block's backward. ``keep``: the graph is retained, so saved values stay."""
-    lives = _Lifetimes(shape, tables, counts)
+    lives = Lifetimes(shape, tables, counts)
     state = {*shape.state_in, *(name for _, name in shape.key_state)}
     saved_names = [n for a in shape.attentions for n in a[:2]] if save_attention else []
-    write = _Writer({*state, *shape.state_out, *saved_names} if keep else ())
+    write = Writer({*state, *shape.state_out, *saved_names} if keep else ())
     num_chunks = counts[0]
 
     def prefetch(names: Sequence[str], chunk: int, count: int = num_chunks) -> None:

@@ -15,8 +15,18 @@ from torch import Tensor
 
 from ..graph import MaskGraph, ScoreGraph, TileKind, TileTable
 from .attention import TileRunner
-from .chunks import Bounds, arrange, chunk_bounds, cut, join_axis, split_axis
-from .gradients import ParameterGradients, ValueGradients
+from .agreement import agree_on_step
+from .chunks import (
+    Bounds,
+    arrange,
+    chunk_bounds,
+    cut,
+    join_axis,
+    parts,
+    split_axis,
+)
+from .gradients import ParameterGradients, ValueGradients, sum_dtype
+from .layout import SequenceLayout
 from .masks import MaskEvaluator
 from .program import (
     AttentionCall,
@@ -25,14 +35,21 @@ from .program import (
     OperandKind,
     RegionCall,
 )
+from .ranks import Ranks
 from .scores import ScoreEvaluator
+from .sharing import gather_inputs, same_randomness
 from .stores import ValueStore
 
 MaskKey = tuple[str, sympy.Symbol, sympy.Symbol]
 
 
 class Step:
-    """State of one call. ``options`` holds the plan's choices."""
+    """State of one call.
+
+    ``bounds`` are the chunks of every sequence, ``own`` this rank's parts of them, both in global
+    token numbers. ``outside`` are the same parts in tensors that enter or leave the program: whole
+    ones, or with ``sharded`` inputs this rank's tokens laid one after the other.
+    """
 
     def __init__(
         self,
@@ -43,12 +60,34 @@ class Step:
         head_len: int,
         tier: str,
         save_attention: bool,
+        ranks: Ranks | None = None,
+        sharded: bool = False,
+        overlap: bool = True,
+        reduce_gradients: bool = True,
     ) -> None:
         self.program = program
-        self.symbols = program.symbols(inputs)
-        self.bounds: dict[sympy.Symbol, Bounds] = {
-            symbol: chunk_bounds(self.symbols[symbol], chunk_len)
+        self.ranks = Ranks() if ranks is None else ranks
+        self.sharded = sharded and self.parallel
+        self.overlap = overlap
+        self.reduce_gradients = reduce_gradients
+        self.outside_symbols = program.symbols(inputs)
+        self.symbols = self.outside_symbols
+        if self.parallel:
+            self.symbols = agree_on_step(self.ranks, program, inputs, self.sharded)
+        size, rank = self.ranks.size, self.ranks.rank
+        self.layouts = {
+            symbol: SequenceLayout.of(self.symbols[symbol], chunk_len, size)
             for symbol in program.token_symbols
+        }
+        self.bounds: dict[sympy.Symbol, Bounds] = {
+            symbol: layout.chunks for symbol, layout in self.layouts.items()
+        }
+        self.own: dict[sympy.Symbol, Bounds] = {
+            symbol: layout.own(rank) for symbol, layout in self.layouts.items()
+        }
+        self.outside: dict[sympy.Symbol, Bounds] = {
+            symbol: layout.local(rank) if self.sharded else self.own[symbol]
+            for symbol, layout in self.layouts.items()
         }
         self.head_len = head_len
         self.tier = tier
@@ -66,10 +105,34 @@ class Step:
         self.parameter_grads = ParameterGradients()
         self.masks: dict[MaskKey, MaskEvaluator] = {}
         self.tables: dict[MaskKey, TileTable] = {}
+        self.local_inputs: frozenset[str] = frozenset()
+        if self.sharded:
+            self.local_inputs = gather_inputs(self)
         if program.prologue is not None:
-            with torch.no_grad():
+            with torch.no_grad(), same_randomness(self, program.draws):
                 values = program.prologue(self.inputs)
             self.vectors = dict(zip(program.vector_names, values, strict=True))
+
+    @property
+    def parallel(self) -> bool:
+        return self.ranks.size > 1
+
+    @property
+    def device(self) -> torch.device:
+        return next(x.device for x in self.inputs.values() if isinstance(x, Tensor))
+
+    def own_chunks(self, symbol: sympy.Symbol) -> list[int]:
+        """Chunks of which this rank has tokens."""
+        return [i for i, (a, b) in enumerate(self.own[symbol]) if b > a]
+
+    def empty(self, name: str, num_tokens: int) -> Tensor:
+        """An uninitialized value of so many tokens, in joined form; a total has none."""
+        spec, axis = self.program.specs[name], self.program.axes.get(name)
+        shape = [int(size.subs(self.symbols)) for size in spec.shape]
+        if axis is not None:
+            outer, inner = parts(axis, self.symbols)
+            shape[axis.dim] = outer * num_tokens * inner
+        return torch.empty(shape, dtype=spec.dtype, device=self.device)
 
     def bounds_of(self, name: str) -> Bounds:
         """The chunks of the sequence a value (or vector) belongs to."""
@@ -90,7 +153,8 @@ class Step:
         if (name, chunk) in self.store:
             return self.store.get((name, chunk))
         axis = self.program.axes[name]
-        bounds = self.bounds[axis.symbol][chunk]
+        where = self.outside if name in self.local_inputs else self.own
+        bounds = where[axis.symbol][chunk]
         piece = cut(self.whole(name).detach(), axis, self.symbols, *bounds)
         return join_axis(piece, axis)
 
@@ -121,7 +185,7 @@ class Step:
             value = self.whole(operand.name)
             return value.detach() if isinstance(value, Tensor) else value
         assert operand.axis is not None
-        bounds = self.bounds[operand.axis.symbol]
+        bounds = self.own[operand.axis.symbol]
         start, end = piece if piece is not None else bounds[chunk]
         if operand.kind is OperandKind.VECTOR:
             value = cut(
@@ -141,8 +205,10 @@ class Step:
         return [self.operand(o, chunk, piece) for o in call.operands]
 
     def head_pieces(self, bounds: tuple[int, int]) -> Bounds:
-        """The pieces the head runs a chunk in, in global token numbers."""
+        """The pieces the head runs a part of a chunk in, in global token numbers."""
         start, end = bounds
+        if start == end:
+            return ()
         return tuple(
             (start + a, start + b) for a, b in chunk_bounds(end - start, self.head_len)
         )
@@ -164,6 +230,17 @@ class Step:
                 scaled = units.pop(head).mul_(factor)
             grad = scaled if grad is None else grad + scaled
         return grad
+
+    def sum_gradients(self, label: str, names: Sequence[str]) -> None:
+        """Add up a stage's parameter gradients over ranks, unless somebody else does."""
+        if self.parallel and self.reduce_gradients:
+            like = {
+                name: (self.inputs[name].shape, sum_dtype(self.inputs[name].dtype))
+                for name in names
+            }
+            self.ranks.sum_gradients(
+                f"sum of gradients of {label}", self.parameter_grads.sums, like
+            )
 
     # masks ------------------------------------------------------------------
 
@@ -195,11 +272,12 @@ class Step:
     def tile_runner(self, call: AttentionCall) -> TileRunner:
         return TileRunner(
             call,
-            self.mask(call.mask, call),
+            self.mask(call.tile_mask, call),
             self.evaluator(call.score),
             self.evaluator(call.sinks),
             None if call.seed is None else self.whole(call.seed),
-            self.mask(None if call.mask is None else call.mask.passes, call),
+            self.mask(None if call.tile_mask is None else call.tile_mask.passes, call),
+            call.shares[self.ranks.rank].queries,
         )
 
     def table(self, call: AttentionCall) -> TileTable:
