@@ -331,7 +331,7 @@ class Lowering:
         vectors = [n for n in self.vectors if n.op != "placeholder"]
         if self.sharded:
             check_sharded(self.captured, self.analysis, self.cut, whole)
-        text = program_text(self.captured, self.plan, self.regions)
+        text = program_text(self.captured, self.plan)
         return ChunkProgram(
             input_names=tuple(
                 n.name for n in self.graph.nodes if n.op == "placeholder"

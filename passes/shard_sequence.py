@@ -18,8 +18,8 @@ from ..plan import ChunkPlan
 from ..runtime.layout import HeadShare, share_heads
 from ..runtime.program import ValueSpec
 from ..runtime.ranks import Ranks
+from .base import target_name
 from .cut_regions import Cut
-from .extract_regions import Region
 from .find_token_axes import TokenAnalysis
 from .shard_heads import shard_graph
 
@@ -91,9 +91,7 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def program_text(
-    captured: CapturedGraph, plan: ChunkPlan, regions: Sequence[tuple[object, Region]]
-) -> str:
+def program_text(captured: CapturedGraph, plan: ChunkPlan) -> str:
     """Equal for programs that exchange and compute the same, line by line."""
     lines = [f"plan {plan.to_json()}"]
     for node in captured.module.graph.nodes:
@@ -106,8 +104,7 @@ def program_text(
                 f"trained={node.meta.get('needs_grad', False)}"
             )
         elif node.op == "call_function":
-            lines.append(f"{node.name} = {node.target}")
-    lines += [f"region {region.key}" for _, region in regions]
+            lines.append(f"{node.name} = {target_name(node)}")
     return "\n".join(lines)
 
 
