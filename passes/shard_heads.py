@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import CantChunk, Rejection
 from ..graph import MaskGraph, ScoreGraph, is_tensor, source_of, value_of
+from ..runtime.tile_graphs import take_heads
 from .mask_nodes import is_pointwise
 
 aten = torch.ops.aten
@@ -80,13 +81,19 @@ class _Sharder:
             self.done[key] = self.made(node, dim)
         return self.done[key]
 
-    def made(self, node: Node, dim: int) -> Node:
-        if node is self.scores:
-            return self.copies[node]
+    def has_heads(self, node: Node, dim: int) -> bool:
+        """Whether the value differs by head. (The last operator of a composed mask carries a value
+        that tells its type only.)"""
         value = value_of(node)
-        has_heads = value.dim() >= -dim and value.shape[dim] == self.num_heads
-        if not has_heads or (self.num_heads == 1 and node not in self.from_scores):
-            return self.copies[node]  # the same for every head
+        if value.dim() >= -dim:
+            return value.shape[dim] == self.num_heads
+        return is_pointwise(node) and any(
+            self.has_heads(x, dim) for x in node.all_input_nodes if is_tensor(x)
+        )
+
+    def made(self, node: Node, dim: int) -> Node:
+        if node is self.scores or not self.has_heads(node, dim):
+            return self.copies[node]
         if is_pointwise(node) and "rows_are_queries" not in node.meta:
             operands = {
                 x: self.narrow(x, dim) if is_tensor(x) else self.copies[x]
@@ -103,13 +110,33 @@ class _Sharder:
                     change="compute them with elementwise operators, or use seq_parallel=1",
                 )
             )
-        start, stop = self.heads
-        place = value.dim() + dim
+        moved = self.through(node, dim)
+        if moved is not None:
+            return moved
         new = self.graph.call_function(
-            aten.slice.Tensor, (self.copies[node], place, start, stop)
+            take_heads, (self.copies[node], dim, *self.heads)
         )
-        new.meta["val"] = value
+        new.meta["val"] = value_of(node)
         return new
+
+    def through(self, node: Node, dim: int) -> Node | None:
+        """A move of dimensions, or a lookup in a table with a column per head, of fewer heads."""
+        place = value_of(node).dim() + dim
+        if node.target is aten.permute.default:
+            source, order = node.args
+            source_dim = order[place] % len(order)
+        elif node.target is aten.unsqueeze.default:
+            source, added = node.args
+            added %= value_of(node).dim()
+            source_dim = place - (place > added)
+        elif node.target is aten.embedding.default and dim == -1:
+            source, source_dim = node.args[0], 1
+        else:
+            return None
+        narrowed = self.narrow(source, source_dim - value_of(source).dim())
+        return self.graph.node_copy(
+            node, lambda x: narrowed if x is source else self.copies[x]
+        )
 
 
 def descendants(node: Node | None) -> set[Node]:

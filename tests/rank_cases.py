@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from tiny_models import batch, pair
+from torch import nn
+from zoo_entries import ENTRIES
 
 import fpdt_compile
 from fpdt_compile.api import backend_of
@@ -41,16 +43,7 @@ def compare(
         found["loss"] = max(found["loss"], step.loss_error)
         if step.grad_error >= found["grad"]:
             found.update(grad=step.grad_error, worst=step.worst)
-    backend = backend_of(model)
-    found["exchanges"] = backend.ranks.counters.exchanges
-    found["sent"] = dict(backend.ranks.counters.sent_bytes)
-    found["chunked"] = all(x.cut is not None for x in backend.analyses)
-    found["gradient"] = {
-        n: p.grad.double().sum().item()
-        for n, p in model.named_parameters()
-        if p.grad is not None
-    }
-    return found
+    return {**found, **facts_of(model)}
 
 
 def check(found: list[dict[str, Any]], tolerance: float) -> None:
@@ -59,3 +52,38 @@ def check(found: list[dict[str, Any]], tolerance: float) -> None:
         assert x["loss"] <= tolerance and x["grad"] <= tolerance, x["worst"]
         assert x["exchanges"] > 0 and x["chunked"]
         assert x["gradient"] == found[0]["gradient"]
+
+
+def compare_entry(name: str, seq_parallel: int, **options: Any) -> dict[str, Any]:
+    """The same for an architecture of the zoo."""
+    entry = ENTRIES[name]
+    reference = entry.model()
+    model = copy.deepcopy(reference)
+    fpdt_compile.optimize(
+        model, seq_parallel=seq_parallel, **{**OPTIONS, "strict": False, **options}
+    )
+    found = dict(loss=0.0, grad=0.0, worst="", tolerance=entry.tolerance)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in entry.lengths:
+            step = compare_training(
+                model, reference, entry.call(length), loss_of=entry.loss_of
+            )
+            found["loss"] = max(found["loss"], step.loss_error)
+            if step.grad_error >= found["grad"]:
+                found.update(grad=step.grad_error, worst=step.worst)
+    return {**found, **facts_of(model)}
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    backend = backend_of(model)
+    return {
+        "exchanges": backend.ranks.counters.exchanges,
+        "sent": dict(backend.ranks.counters.sent_bytes),
+        "chunked": all(x.cut is not None for x in backend.analyses),
+        "gradient": {
+            n: p.grad.double().sum().item()
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        },
+    }

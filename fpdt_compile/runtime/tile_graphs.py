@@ -41,6 +41,14 @@ def slice_leaf(leaf: MaskLeaf, value: Tensor, q: Range, k: Range) -> Tensor:
     return value
 
 
+def take_heads(value: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Heads ``start:stop`` of dimension ``dim`` (negative); what is the same for all heads has size
+    1 there on a tile, or not that dimension at all."""
+    if value.dim() < -dim or value.shape[dim] == 1:
+        return value
+    return value.narrow(dim, start, stop - start)
+
+
 def run_tile(
     nodes: Sequence[Node],
     inputs: Iterator[Tensor],
