@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -64,6 +65,27 @@ def value_specs(graph: Graph) -> dict[str, ValueSpec]:
         )
         for node in graph.nodes
         if is_tensor(node)
+    }
+
+
+def size_inputs(graph: Graph) -> dict[str, sympy.Expr]:
+    """Graph inputs that are sizes, and what they are in terms of the size symbols."""
+    return {
+        node.name: value_of(node).node.expr
+        for node in graph.nodes
+        if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt)
+    }
+
+
+def input_labels(graph: Graph) -> dict[str, str]:
+    """Dynamo's names of the inputs, without what it adds to the model's."""
+    return {
+        node.name: str(node.meta.get("input_name", node.name))
+        .removeprefix("l_")
+        .removeprefix("kwargs_")
+        .rstrip("_")
+        for node in graph.nodes
+        if node.op == "placeholder"
     }
 
 

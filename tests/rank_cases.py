@@ -7,13 +7,13 @@ import warnings
 from typing import Any
 
 import torch
-from tiny_models import batch, pair
+from tiny_models import PlainBlock, batch, pair
 from torch import nn
 from zoo_entries import ENTRIES
 
 import fpdt_compile
 from fpdt_compile.api import backend_of
-from fpdt_compile.testing import compare_training
+from fpdt_compile.testing import compare_gradients, compare_training, train_once
 
 OPTIONS = dict(codegen="eager", chunk_len=4, head_len=3, strict=True)
 
@@ -86,4 +86,61 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
             for n, p in model.named_parameters()
             if p.grad is not None
         },
+    }
+
+
+def sharded(
+    name: str, size: int, chunk_len: int = 4, length: int = 37
+) -> dict[str, Any]:
+    """Every rank passes its own tokens; ids and labels only, so positions come from the graph."""
+    model, reference = pair(name)
+    options = {**OPTIONS, "chunk_len": chunk_len, "inputs": "sharded"}
+    fpdt_compile.optimize(model, seq_parallel=size, **options)
+    whole = batch(2, length)
+    mine = fpdt_compile.shard_tokens(whole, seq_parallel=size, chunk_len=chunk_len)
+    expected = train_once(reference, whole, lambda x: x.loss)
+    actual = train_once(model, mine, lambda x: x.loss)
+    step = compare_gradients(model, reference, actual, expected)
+    with torch.no_grad():
+        logits = fpdt_compile.unshard_tokens(
+            model(mine["input_ids"]).logits, chunk_len=chunk_len
+        )
+        want = reference(whole["input_ids"]).logits
+    found = dict(loss=step.loss_error, grad=step.grad_error, worst=step.worst)
+    found["logits"] = (logits - want).abs().max().item()
+    return {**found, **facts_of(model)}
+
+
+def layers(size: int, chunk_len: int = 4, length: int = 37) -> dict[str, Any]:
+    """Decoder layers compiled one at a time, hidden states in and out."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(0)
+    reference = nn.ModuleList(PlainBlock(32, 4, 2) for _ in range(2)).double()
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (size,))
+    options = dict(
+        seq_parallel=mesh, inputs="sharded", chunk_len=chunk_len, codegen="eager"
+    )
+    for layer in model:
+        layer.compile(backend="fpdt", dynamic=True, options=options)
+    x = torch.randn(2, length, 32, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    shard = dict(seq_parallel=mesh, chunk_len=chunk_len)
+    mine = fpdt_compile.shard_tokens(x, **shard).clone().requires_grad_()
+    a, b = whole, mine
+    for one, other in zip(reference, model):
+        a, b = one(a), other(b)
+    weight = torch.randn_like(a)
+    (a * weight).sum().backward()
+    (b * fpdt_compile.shard_tokens(weight, **shard)).sum().backward()
+    out = fpdt_compile.unshard_tokens(b.detach(), chunk_len=chunk_len)
+    grad = fpdt_compile.unshard_tokens(mine.grad, chunk_len=chunk_len)
+    return {
+        "out": (out - a).abs().max().item(),
+        "input": (grad - whole.grad).abs().max().item(),
+        "weights": max(
+            (p.grad - q.grad).abs().max().item()
+            for p, q in zip(model.parameters(), reference.parameters())
+        ),
     }

@@ -1,8 +1,8 @@
 """Processes that act as ranks: they stay for many tests, because importing torch takes seconds.
 
-``RankPool(P).run(function, *args)`` calls a module-level function on every rank of a gloo group and
-returns their results in rank order. What a rank raises comes back as :class:`RankError`; a rank that
-does not answer in time, or dies, ends the pool, and the next call starts a new one.
+``RankPool(P).run(function, *args)`` calls a module-level function on every rank of a gloo group
+and returns their results in rank order. What a rank raises comes back as :class:`RankError`; a rank
+that does not answer in time, or dies, ends the pool, and the next call starts a new one.
 """
 
 from __future__ import annotations

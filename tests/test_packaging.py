@@ -54,6 +54,8 @@ LAYERS = (
     ("passes",),
     (
         "token_dims",
+        "groups",
+        "sharding",
         "recorded_outputs",
         "flex_attention",
         "retrace",

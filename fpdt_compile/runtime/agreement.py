@@ -34,11 +34,10 @@ def agree_on_step(
     """
     symbols = program.symbols(inputs)
     tokens = program.token_symbols
-    shared = {str(s): n for s, n in symbols.items() if not (sharded and s in tokens)}
     data = "" if sharded else hash_inputs(program, inputs)
     details = {
+        "input sizes": str(input_shapes(program, inputs, sharded)),
         "the model or its plan": program.digest,
-        "input sizes": str(sorted(shared.items())),
         "the values of the inputs": data,
     }
     if not ranks.weights_compared.get(program.digest):
@@ -53,7 +52,7 @@ def agree_on_step(
         for x in ranks.gather("comparing ranks", mine, [len(row)] * ranks.size)
     ]
     if any(x[:4] != row[:4] for x in found):
-        raise RankMismatch(explain_difference(ranks, program, inputs, details))
+        raise RankMismatch(explain_difference(ranks, program, inputs, sharded, details))
     if sharded:
         for i, symbol in enumerate(tokens):
             symbols[symbol] = sum(x[4 + i] for x in found)
@@ -66,14 +65,14 @@ def number(value: Any) -> int:
 
 
 def explain_difference(
-    ranks: Ranks, program: ChunkProgram, inputs: Sequence[Any], details: dict[str, Any]
+    ranks: Ranks,
+    program: ChunkProgram,
+    inputs: Sequence[Any],
+    sharded: bool,
+    details: dict[str, Any],
 ) -> str:
-    """What differs, from all ranks' details; the most basic difference counts."""
-    shapes = {
-        name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-        for name, x in zip(program.input_names, inputs, strict=True)
-        if isinstance(x, Tensor)
-    }
+    """What differs, from all ranks' details; the first difference counts."""
+    shapes = input_shapes(program, inputs, sharded)
     mine = {**details, "shapes": shapes, "text": program.text}
     found: list[Any] = [None] * ranks.size
     ranks.guarded(
@@ -111,6 +110,23 @@ def first_difference(texts: Sequence[str]) -> list[str]:
 
 def by_rank(values: Sequence[str]) -> str:
     return ", ".join(f"rank {r} has {value}" for r, value in enumerate(values))
+
+
+def input_shapes(
+    program: ChunkProgram, inputs: Sequence[Any], sharded: bool
+) -> dict[str, str]:
+    """Types and shapes of what is no parameter; with ``sharded`` inputs, tokens are not counted."""
+    found = {}
+    for name, value in zip(program.input_names, inputs, strict=True):
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            continue
+        shape: list[Any] = list(value.shape)
+        for dim, size in enumerate(program.specs[name].shape):
+            if sharded and size.free_symbols & {*program.token_symbols}:
+                shape[dim] = "tokens"
+        label = program.input_labels.get(name, name)
+        found[label] = f"{str(value.dtype).removeprefix('torch.')}{shape}"
+    return found
 
 
 def hash_inputs(program: ChunkProgram, inputs: Sequence[Any]) -> str:

@@ -1,10 +1,10 @@
 """Who holds what: tokens and heads of a sequence shared by P ranks.
 
 Tokens, outside of attention: of chunk i (P times the chunk length) rank r holds a contiguous part,
-in rank order. With full chunks of P * c tokens that is tokens ``[(i*P + r)*c, (i*P + r + 1)*c)``, so
-what the ranks gather is contiguous, and causal work is balanced. A chunk that does not divide is
-shared as evenly as whole parts of at least two tokens allow (compiled bodies are made for two rows
-and more); some ranks may then hold none of it.
+in rank order. With full chunks of P * c tokens that is ``[(i*P + r)*c, (i*P + r + 1)*c)``, so what
+the ranks gather is contiguous, and causal work is balanced. A chunk that does not divide is shared
+as evenly as parts of at least two tokens allow (compiled bodies are made for two rows and more);
+some ranks may then hold none of it.
 
 Heads, inside attention: every rank has all tokens of a chunk for a contiguous range of query heads,
 and the key/value heads those read. With G >= P each rank has whole groups; with G < P the ranks are

@@ -224,7 +224,9 @@ class ChunkProgram:
     is apart from other results if it is one loss. ``one_pass``, per head: it computes its gradients
     in its forward (one total, nothing else differentiable leaves it). ``digest`` is equal for equal
     programs (``text`` says what is in them); ``draws``: the prologue draws random numbers;
-    ``vector_inputs``: inputs that vectors, masks and score arithmetic are made of.
+    ``vector_inputs``: inputs that vectors, masks and score arithmetic are made of;
+    ``size_inputs``: those that are sizes, in terms of the size symbols; ``input_labels``: inputs as
+    the model names them.
     """
 
     input_names: tuple[str, ...]
@@ -243,6 +245,8 @@ class ChunkProgram:
     needs_grad: dict[str, bool]
     specs: dict[str, ValueSpec]
     vector_inputs: frozenset[str]
+    size_inputs: dict[str, sympy.Expr]
+    input_labels: dict[str, str]
     text: str
     digest: int
     draws: bool

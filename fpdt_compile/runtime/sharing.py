@@ -62,7 +62,9 @@ def gather_tokens(step: Step, label: str, own: Tensor, axis: TokenAxis) -> Tenso
 
 def gather_inputs(step: Step) -> frozenset[str]:
     """With sharded inputs: replace inputs that vectors and masks are made of by whole ones; the
-    names of those that stay each rank's own. Raises RankMismatch for a wrong number of tokens."""
+    names of those that stay each rank's own. Sizes become the whole sequence's.
+
+    Raises RankMismatch for a wrong number of tokens."""
     program, local = step.program, set()
     for symbol, layout in step.layouts.items():
         check_length(
@@ -76,6 +78,8 @@ def gather_inputs(step: Step) -> frozenset[str]:
             step.inputs[name] = gather_tokens(step, f"gathering {name}", value, axis)
         else:
             local.add(name)
+    for name, size in program.size_inputs.items():
+        step.inputs[name] = int(size.subs(step.symbols))
     return frozenset(local)
 
 
@@ -89,7 +93,7 @@ def check_length(step: Step, symbol: sympy.Symbol, allowed: Sequence[int]) -> No
     if lengths != list(allowed):
         raise RankMismatch(
             f"ranks passed {lengths} tokens of a sequence of {sum(lengths)}, but with this "
-            f"chunk_len rank r holds {list(allowed)[: len(lengths)]} (this is rank {rank}); cut the "
+            f"chunk_len they hold {list(allowed)} (this is rank {rank}); cut the "
             "batch with fpdt_compile.shard_tokens and the same chunk_len"
         )
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..graph import MaskGraph, ScoreGraph, TileKind, TileTable
-from .attention import TileRunner
 from .agreement import agree_on_step
+from .attention import TileRunner
 from .chunks import (
     Bounds,
     arrange,

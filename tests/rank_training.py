@@ -1,0 +1,201 @@
+"""What every rank does in tests of failures, of other wrappers, and of a whole training."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_cases import OPTIONS
+from tiny_models import PlainBlock, batch, pair, plain_pair
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fpdt_compile
+from fpdt_compile.api import backend_of
+
+
+def largest(pairs: Any) -> float:
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def data_parallel(size: int) -> dict[str, float]:
+    """Two replicas of ``size`` ranks with a batch each, gradients averaged by DDP, clipped."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
+    model, reference = plain_pair()
+    fpdt_compile.optimize(model, seq_parallel=mesh["sp"], **OPTIONS)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    batches = [batch(2, 23, seed=i) for i in range(world // size)]
+    mine = batches[mesh["dp"].get_local_rank()]
+    losses = [reference(x["input_ids"], x["labels"]) for x in batches]
+    sum(losses).div(len(losses)).backward()
+    wrapped(mine["input_ids"], mine["labels"]).backward()
+    grads = [
+        (p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters())
+    ]
+    found = {"grad": largest(grads)}
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, reference)]
+    return {
+        **found,
+        "norm": abs(norms[0].item() - norms[1].item()),
+        "clipped": largest(grads),
+    }
+
+
+def int_groups(first: int, second: int) -> dict[str, Any]:
+    """Two optimized models in one process with groups of their own."""
+    found = {}
+    for size in (first, second):
+        model, reference = pair("llama")
+        fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+        for m in (model, reference):
+            m(**batch(1, 19)).loss.backward()
+        found[size] = largest(
+            (p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters())
+        )
+        found[f"group {size}"] = backend_of(model).ranks.size
+    return found
+
+
+def fsdp(size: int, folder: str) -> dict[str, float]:
+    """Layers compiled one by one, each sharded by FSDP2 over the same ranks; saved and loaded."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(PlainBlock(32, 4, 2) for _ in range(2))).double()
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (size,))
+    shard = dict(seq_parallel=mesh, chunk_len=4)
+    for layer in model:
+        fpdt_compile.optimize(
+            layer,
+            **shard,
+            inputs="sharded",
+            codegen="eager",
+            reduce_gradients=False,
+            strict=True,
+        )
+        fully_shard(layer, mesh=mesh)
+        layer.set_gradient_divide_factor(1.0)  # a sum: each rank has its tokens' part
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(2, 37, 32, dtype=torch.float64)
+    weight = torch.randn_like(x)
+    (reference(x) * weight).sum().backward()
+    mine, part = (fpdt_compile.shard_tokens(t, **shard) for t in (x, weight))
+    (model(mine) * part).sum().backward()
+    grads = [
+        (p.grad.full_tensor(), q.grad)
+        for p, q in zip(model.parameters(), reference.parameters())
+    ]
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, reference)]
+    saved = {k: v.full_tensor().clone() for k, v in model.state_dict().items()}
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+    return {
+        "grad": largest(grads),
+        "norm": abs(norms[0].full_tensor().item() - norms[1].item()),
+        "loaded": largest(
+            (v.full_tensor(), saved[k]) for k, v in model.state_dict().items()
+        ),
+    }
+
+
+def accumulate(size: int) -> float:
+    """Two batches into one gradient, the losses scaled."""
+    model, reference = pair("llama")
+    fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+    for m in (model, reference):
+        for i, scale in enumerate((0.5, 8.0)):
+            (m(**batch(1, 19, seed=i)).loss * scale).backward()
+    grads = zip(model.parameters(), reference.parameters())
+    return largest((p.grad / 8, q.grad / 8) for p, q in grads)
+
+
+def ignored(size: int) -> dict[str, float]:
+    """All labels of the first chunks are ignored, and evaluation."""
+    model, reference = pair("llama")
+    fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+    given = batch(1, 40)
+    given["labels"] = given["labels"].clone()
+    given["labels"][:, :21] = -100
+    losses = []
+    for m in (model, reference):
+        loss = m(**given).loss
+        loss.backward()
+        with torch.no_grad():
+            losses.append((loss.item(), m.eval()(**given).loss.item()))
+    grads = zip(model.parameters(), reference.parameters())
+    return {
+        "grad": largest((p.grad, q.grad) for p, q in grads),
+        "train": abs(losses[0][0] - losses[1][0]),
+        "eval": abs(losses[0][1] - losses[1][1]),
+    }
+
+
+def trained(size: int, **options: Any) -> float:
+    model, _ = pair("llama")
+    fpdt_compile.optimize(model, seq_parallel=size, **{**OPTIONS, **options})
+    loss = model(**batch(2, 21)).loss
+    loss.backward()
+    return loss.item()
+
+
+def differs(what: str, size: int) -> None:
+    """Something is not the same on the last rank."""
+    odd = dist.get_rank() == size - 1
+    changes: dict[str, Any] = {}
+    options = dict(OPTIONS)
+    length, rows, seed = 21, 2, 0
+    if odd and what == "model":
+        changes["intermediate_size"] = 40
+    elif odd and what == "plan":
+        options["chunk_len"] = 5
+    elif odd and what == "length":
+        length = 25
+    elif odd and what == "rows":
+        rows = 3
+    elif odd and what == "batch":
+        seed = 1
+    model, _ = pair("llama", **changes)
+    if odd and what == "weights":
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-3)
+    fpdt_compile.optimize(model, seq_parallel=size, **options)
+    model(**batch(rows, length, seed=seed)).loss.backward()
+
+
+class Reversed(nn.Module):
+    """Mixes tokens, and has no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).flip(1) * x
+
+
+def not_shared(size: int) -> None:
+    """Nothing in the model can be cut."""
+    model = Reversed()
+    fpdt_compile.optimize(model, seq_parallel=size, codegen="eager", chunk_len=4)
+    model(torch.randn(2, 12, 8, requires_grad=True)).sum().backward()
+
+
+def dies(size: int) -> None:
+    """The last rank ends in the middle of a training step."""
+    model, _ = pair("llama")
+    fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+    model(**batch(2, 21)).loss.backward()
+    if dist.get_rank() == size - 1:
+        os._exit(3)
+    model(**batch(2, 21)).loss.backward()
