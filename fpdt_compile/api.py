@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,14 +64,42 @@ def optimize(
 
     @functools.wraps(model.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_fsdp_module(model):
+            return call_between_hooks(model, run_forward, args, kwargs)
+        return run(compiled, *args, **kwargs)
+
+    def run(code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         marker.mark(args, kwargs)
         install_recording_hooks(model, kwargs)
         with own_errors(), logging_skipped(), traceable_torch():
-            return compiled(*args, **kwargs)
+            return code(*args, **kwargs)
+
+    run_forward = functools.partial(run, torch.compile(model.forward, backend=backend))
 
     call.fpdt_backend = backend
     model._compiled_call_impl = call
     return model
+
+
+def is_fsdp_module(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to this module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def call_between_hooks(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a module whose hooks run as they are and whose forward is ``forward``: FSDP2's hooks
+    gather and free the weights around it, and hand it other tensors than the caller's."""
+    model.forward = forward
+    try:
+        return model._call_impl(*args, **kwargs)
+    finally:
+        del model.forward
 
 
 def compile_stats(model: nn.Module) -> CompileStats:

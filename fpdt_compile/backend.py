@@ -65,8 +65,9 @@ class FpdtBackend:
     def runner(self, module: GraphModule, result: Analysis) -> Callable[..., Any]:
         self.analyses.append(result)
         warn(result.rejections, chunked=result.cut is not None)
-        if result.cut is None or not (result.cut.blocks or result.cut.head):
+        if result.cut is None or not result.attentions:
             self.check_shared(result)
+        if result.cut is None or not (result.cut.blocks or result.cut.head):
             return run_whole(module, result)
         return self.lower(result)
 
@@ -78,7 +79,7 @@ class FpdtBackend:
             shared = False  # what runs whole here would see this rank's tokens only
         else:
             shared = result.captured.graph_break is not None or any(
-                x.cut is not None and x.cut.blocks for x in self.analyses
+                x.cut is not None and x.attentions for x in self.analyses
             )
         if not shared:
             raise CantChunk(

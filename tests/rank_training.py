@@ -91,6 +91,7 @@ def fsdp(size: int, folder: str) -> dict[str, float]:
         (p.grad.full_tensor(), q.grad)
         for p, q in zip(model.parameters(), reference.parameters())
     ]
+    difference = largest(grads)
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, reference)]
     saved = {k: v.full_tensor().clone() for k, v in model.state_dict().items()}
     dcp.save(model.state_dict(), checkpoint_id=folder)
@@ -101,7 +102,7 @@ def fsdp(size: int, folder: str) -> dict[str, float]:
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state)
     return {
-        "grad": largest(grads),
+        "grad": difference,
         "norm": abs(norms[0].full_tensor().item() - norms[1].item()),
         "loaded": largest(
             (v.full_tensor(), saved[k]) for k, v in model.state_dict().items()
@@ -199,3 +200,76 @@ def dies(size: int) -> None:
     if dist.get_rank() == size - 1:
         os._exit(3)
     model(**batch(2, 21)).loss.backward()
+
+
+def adapters(size: int) -> dict[str, float]:
+    """Low-rank adapters beside frozen weights."""
+    model, reference = pair("llama")
+    for m in (model, reference):
+        m.requires_grad_(False)
+        for layer in m.model.layers:
+            layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+    reference.load_state_dict(model.state_dict())
+    fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+    for m in (model, reference):
+        m(**batch(2, 23)).loss.backward()
+    pairs = list(zip(model.parameters(), reference.parameters()))
+    return {
+        "grad": largest((p.grad, q.grad) for p, q in pairs if q.grad is not None),
+        "frozen": sum(p.grad is not None for p, q in pairs if q.grad is None),
+    }
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base = base
+        kind = dict(dtype=base.weight.dtype)
+        self.down = nn.Parameter(torch.randn(base.in_features, 2, **kind))
+        self.up = nn.Parameter(torch.randn(2, base.out_features, **kind))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down @ self.up
+
+
+def dropout(size: int) -> dict[str, Any]:
+    """Ranks with generators in other states drop the same, and the same as one process."""
+    changes = dict(attention_dropout=0.3, attn_implementation="eager")
+    alone, model = (pair("llama", **changes)[0] for _ in range(2))
+    fpdt_compile.optimize(alone, **OPTIONS)
+    fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+    losses = []
+    for m in (alone, model):
+        torch.manual_seed(7 + (m is model) * dist.get_rank())
+        loss = m(**batch(2, 23)).loss
+        loss.backward()
+        losses.append(loss.item())
+    grads = zip(alone.parameters(), model.parameters())
+    difference = max(
+        abs(losses[0] - losses[1]), largest((p.grad, q.grad) for p, q in grads)
+    )
+    return {"loss": losses[1], "difference": difference}
+
+
+def volume(size: int, rows: int = 2, length: int = 64) -> dict[str, dict[str, int]]:
+    """Elements that one rank sends to others, counted, and what they should be."""
+    heads, groups, width, num_layers = 4, 2, 32, 2
+    model, _ = plain_pair(torch.float32, heads=heads, groups=groups, layers=num_layers)
+    options = {**OPTIONS, "chunk_len": 8}
+    fpdt_compile.optimize(model, seq_parallel=size, **options)
+    given = batch(rows, length)
+    model(given["input_ids"], given["labels"]).backward()
+    counters = backend_of(model).ranks.counters
+    sent = {k: v for k, v in counters.sent_bytes.items() if k not in ("sum", "gather")}
+    # This rank's tokens, all heads but its own share: N d / P * (P - 1) / P.
+    one = rows * length * width // size * (size - 1) // size * num_layers
+    key = one * groups // heads
+    flags = (length // 8 // size) * num_layers * (size - 1) * 16
+    formula = {
+        "QKV": 2 * (one + 2 * key) * 4,  # forward, and recomputed in the backward
+        "OUT": one * 4,
+        "GRAD_OUT": 2 * one * 4 + flags,  # with the saved output
+        "GRAD_QKV": (one + 2 * key) * 4 + 3 * flags,
+    }
+    return {"sent": sent, "formula": formula}
