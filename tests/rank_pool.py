@@ -102,6 +102,7 @@ class RankPool:
             if kind != "ok":
                 text += f"\nrank {rank}: {value[0]}: {value[1]}\n{value[2]}"
         if text:
-            self.stop()
+            if any(error and error[0] == "Died" for error in errors):
+                self.stop()
             raise RankError(errors, text)
         return results

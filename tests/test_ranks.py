@@ -86,7 +86,7 @@ FOUR = {
 
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks(four, case):
-    given = dict(FOUR[case])
+    given = dict(num_hidden_layers=1, **FOUR[case])
     rank_cases.check(four.run(rank_cases.compare, given.pop("name"), 4, **given), CASTS)
 
 
@@ -95,7 +95,13 @@ def test_three_ranks_of_a_thousand_tokens():
     options = {"chunk_len": 64, "head_len": 32}
     try:
         found = pool.run(
-            rank_cases.compare, "llama", 3, length=1000, rows=1, options=options
+            rank_cases.compare,
+            "llama",
+            3,
+            length=1000,
+            rows=1,
+            options=options,
+            num_hidden_layers=1,
         )
     finally:
         pool.stop()
