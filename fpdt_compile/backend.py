@@ -31,6 +31,7 @@ from .runtime.outputs import UnmaterializedOutput
 from .runtime.program import OutputSpec
 from .runtime.ranks import Ranks
 from .runtime.step import Step
+from .runtime.stores import StoreCounters
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class FpdtBackend:
         self.ranks = Ranks() if ranks is None else ranks
         self.cache = BodyCache(config.codegen)
         self.analyses: list[Analysis] = []
+        self.store_counters: StoreCounters | None = None  # of the last step
 
     @property
     def stats(self) -> CompileStats:
@@ -120,7 +122,7 @@ class FpdtBackend:
         )
 
         def make_step(inputs: Sequence[Any]) -> Step:
-            return Step(
+            step = Step(
                 program,
                 inputs,
                 chunk_len=plan.chunk_len,
@@ -132,6 +134,8 @@ class FpdtBackend:
                 overlap=self.config.overlap,
                 reduce_gradients=self.config.reduce_gradients,
             )
+            self.store_counters = step.store.counters
+            return step
 
         return StepRunner(program, make_step, dropped_output)
 

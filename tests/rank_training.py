@@ -273,3 +273,19 @@ def volume(size: int, rows: int = 2, length: int = 64) -> dict[str, dict[str, in
         "GRAD_QKV": (one + 2 * key) * 4 + 3 * flags,
     }
     return {"sent": sent, "formula": formula}
+
+
+def shapes(size: int, rows: int, length: int, heads: int, groups: int) -> float:
+    """Any batch, length and heads, causal attention, chunks of 3 tokens a rank."""
+    model, reference = plain_pair(
+        width=4 * heads, heads=heads, groups=groups, layers=1
+    )
+    fpdt_compile.optimize(model, seq_parallel=size, **{**OPTIONS, "chunk_len": 3})
+    given = batch(rows, length)
+    losses = []
+    for m in (model, reference):
+        loss = m(given["input_ids"], given["labels"])
+        loss.backward()
+        losses.append(loss.item())
+    grads = zip(model.parameters(), reference.parameters())
+    return max(abs(losses[0] - losses[1]), largest((p.grad, q.grad) for p, q in grads))

@@ -8,6 +8,8 @@ import pytest
 import rank_cases
 import rank_training
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rank_pool import RankError, RankPool
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -86,8 +88,23 @@ FOUR = {
 
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks(four, case):
-    given = dict(num_hidden_layers=1, **FOUR[case])
-    rank_cases.check(four.run(rank_cases.compare, given.pop("name"), 4, **given), CASTS)
+    case = dict(num_hidden_layers=1, **FOUR[case])
+    rank_cases.check(four.run(rank_cases.compare, case.pop("name"), 4, **case), CASTS)
+
+
+@settings(max_examples=6)
+@given(
+    size=st.sampled_from([2, 4]),
+    rows=st.integers(1, 3),
+    length=st.integers(3, 40),
+    groups=st.integers(1, 5),
+    per_group=st.integers(1, 3),
+)
+def test_any_shape(four, size, rows, length, groups, per_group):
+    found = four.run(
+        rank_training.shapes, size, rows, length, groups * per_group, groups
+    )
+    assert max(found) < EXACT
 
 
 def test_three_ranks_of_a_thousand_tokens():

@@ -56,11 +56,11 @@ def share_heads(num_heads: int, num_key_heads: int, size: int) -> list[HeadShare
     return shares
 
 
-def share_tokens(start: int, stop: int, size: int) -> list[Range]:
+def share_tokens(start: int, stop: int, size: int, chunk_len: int) -> list[Range]:
     """The parts of one chunk, per rank, in global token numbers."""
     length = stop - start
     active = min(size, max(1, length // 2))
-    if length % size == 0:
+    if length == size * chunk_len:
         active = size
     parts = even_parts(length, active)
     parts += [(length, length)] * (size - active)
@@ -79,7 +79,7 @@ class SequenceLayout:
     def of(cls, length: int, chunk_len: int, size: int) -> SequenceLayout:
         """``chunk_len`` is per rank."""
         chunks = chunk_bounds(length, chunk_len * size)
-        parts = tuple(tuple(share_tokens(a, b, size)) for a, b in chunks)
+        parts = tuple(tuple(share_tokens(a, b, size, chunk_len)) for a, b in chunks)
         return cls(length, chunks, parts)
 
     def own(self, rank: int) -> Bounds:
