@@ -46,7 +46,7 @@ def worker(length: int, chunk_len: int, overlap: bool, trace: str | None) -> Non
 
     import fpdt_compile
     from fpdt_compile.api import backend_of
-    from fpdt_compile.debug import recorded_timeline, write_timeline
+    from fpdt_compile.timeline import recorded_timeline, write_timeline
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -25,7 +25,7 @@ except ImportError as error:
     ) from error
 
 import fpdt_compile
-from fpdt_compile.debug import exchange_counters
+from fpdt_compile.timeline import exchange_counters
 
 LEARNING_RATE = 2e-3
 

@@ -10,12 +10,11 @@ dropped by the caller's choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import sympy
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph import (
     Attention,
@@ -58,6 +57,7 @@ from .shard_sequence import (
     vector_inputs,
 )
 from .trace_bodies import BodyInterpreter
+from .whole_graphs import by_name, whole_graph
 
 
 class Lowering:
@@ -244,52 +244,12 @@ class Lowering:
                     size=size,
                 )
             )
-        module = self.whole_graph(record.outputs, record.inputs)
+        module = whole_graph(self.captured.module, record.outputs, record.inputs)
         return MixerCall(
             name=record.name,
             run=lambda flat: list(BodyInterpreter(module).run(*flat)),
             operands=tuple(operands),
             results=tuple(self.result(n) for n in record.outputs),
-        )
-
-    # what runs whole ------------------------------------------------------------
-
-    def whole_graph(
-        self, outputs: Sequence[Node], inputs: Sequence[Node]
-    ) -> GraphModule:
-        """The part of the captured graph between ``inputs`` and ``outputs``, as it is."""
-        members: set[Node] = set()
-        pending = [n for n in outputs if n not in inputs]
-        while pending:
-            node = pending.pop()
-            if node not in members and node not in inputs:
-                members.add(node)
-                pending.extend(node.all_input_nodes)
-        part, copies = Graph(), {}
-        for node in inputs:
-            copies[node] = part.placeholder(node.name)
-        for node in self.graph.nodes:
-            if node in members:
-                copies[node] = part.node_copy(node, lambda x: copies[x])
-        part.output([copies[n] for n in outputs])
-        return GraphModule(self.captured.module, part)
-
-    def by_name(
-        self, outputs: Sequence[Node], given: Iterable[Node]
-    ) -> Callable[[dict[str, Any]], list[Any]]:
-        """``outputs`` from graph inputs and ``given`` values, called with a dict of names."""
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        inputs = list(dict.fromkeys([*placeholders, *given]))
-        module = self.whole_graph(outputs, inputs)
-        used = [n for n in module.graph.nodes if n.op == "placeholder" and n.users]
-        names = {n.name for n in used} | {n.name for n in outputs if n in set(inputs)}
-        for node in list(module.graph.nodes):
-            if node.op == "placeholder" and node.name not in names:
-                module.graph.erase_node(node)
-        module.recompile()
-        order = [n.target for n in module.graph.nodes if n.op == "placeholder"]
-        return lambda values: list(
-            BodyInterpreter(module).run(*(values[name] for name in order))
         )
 
     def outputs(self) -> tuple[list[OutputSpec], list[Node]]:
@@ -338,14 +298,16 @@ class Lowering:
             input_names=tuple(
                 n.name for n in self.graph.nodes if n.op == "placeholder"
             ),
-            prologue=self.by_name(vectors, ()) if vectors else None,
+            prologue=by_name(self.captured.module, vectors, ()) if vectors else None,
             vector_names=tuple(n.name for n in vectors),
             entries=tuple(call for call in entries if call is not None),
             entry_state=tuple(n.name for n in self.cut.entry),
             blocks=blocks,
             heads=heads,
             one_pass=one_pass,
-            epilogue=self.by_name(whole, [*given, *vectors]) if whole else None,
+            epilogue=by_name(self.captured.module, whole, [*given, *vectors])
+            if whole
+            else None,
             epilogue_outputs=tuple(n.name for n in whole),
             outputs=tuple(specs),
             token_symbols=self.captured.token_symbols,

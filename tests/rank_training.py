@@ -18,6 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fpdt_compile
 from fpdt_compile.api import backend_of
+from fpdt_compile.timeline import (
+    exchange_counters,
+    recorded_timeline,
+    write_timeline,
+)
 
 
 def largest(pairs: Any) -> float:
@@ -277,9 +282,7 @@ def volume(size: int, rows: int = 2, length: int = 64) -> dict[str, dict[str, in
 
 def shapes(size: int, rows: int, length: int, heads: int, groups: int) -> float:
     """Any batch, length and heads, causal attention, chunks of 3 tokens a rank."""
-    model, reference = plain_pair(
-        width=4 * heads, heads=heads, groups=groups, layers=1
-    )
+    model, reference = plain_pair(width=4 * heads, heads=heads, groups=groups, layers=1)
     fpdt_compile.optimize(model, seq_parallel=size, **{**OPTIONS, "chunk_len": 3})
     given = batch(rows, length)
     losses = []
@@ -289,3 +292,15 @@ def shapes(size: int, rows: int, length: int, heads: int, groups: int) -> float:
         losses.append(loss.item())
     grads = zip(model.parameters(), reference.parameters())
     return max(abs(losses[0] - losses[1]), largest((p.grad, q.grad) for p, q in grads))
+
+
+def timeline(size: int, path: str) -> None:
+    model, _ = pair("llama", num_hidden_layers=1)
+    fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+    with recorded_timeline(model) as events:
+        model(**batch(1, 23)).loss.backward()
+    counters = exchange_counters(model)
+    assert 0 < counters.exposed_seconds <= counters.in_flight_seconds
+    if dist.get_rank() == 0:
+        write_timeline(events, path)
+    dist.barrier()

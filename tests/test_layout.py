@@ -88,9 +88,7 @@ def test_bad_shards(options, message):
 
 def test_shards_of_another_layout():
     with pytest.raises(ValueError, match=r"shards have \[3, 7\] tokens"):
-        fpdt_compile.unshard_tokens(
-            [torch.zeros(1, 3), torch.zeros(1, 7)], chunk_len=4
-        )
+        fpdt_compile.unshard_tokens([torch.zeros(1, 3), torch.zeros(1, 7)], chunk_len=4)
 
 
 class Golden(TestCase):
@@ -103,7 +101,9 @@ class Golden(TestCase):
             save_attention=True,
             overlap=True,
         )
-        self.assertExpectedInline(text(schedule), """\
+        self.assertExpectedInline(
+            text(schedule),
+            """\
 run      pre[0]
 send     q, k, v to heads s0[0]
 drop     q[0]
@@ -141,7 +141,8 @@ wait     out to tokens s0[1]
 run      post[1]
 save     h1[1]
 save     o[1]
-save     o.lse[1]""")
+save     o.lse[1]""",
+        )
 
 
 @pytest.mark.parametrize("overlap", [True, False])

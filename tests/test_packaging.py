@@ -64,7 +64,7 @@ LAYERS = (
         "explain",
     ),
     ("api",),
-    ("chunked_loss",),
+    ("chunked_loss", "timeline"),
     ("__init__", "testing"),
 )
 PRIVATE_TORCH = ("_inductor", "_dynamo", "_functorch", "_C", "_guards", "_subclasses")

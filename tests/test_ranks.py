@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -203,6 +204,17 @@ def test_nothing_to_share(two):
 def test_world_is_no_multiple(two):
     with pytest.raises(RankError, match="seq_parallel=3: the world has 2 ranks"):
         two.run(rank_training.trained, 3)
+
+
+def test_a_timeline(two, tmp_path):
+    path = tmp_path / "trace.json"
+    two.run(rank_training.timeline, 2, str(path))
+    rows = json.loads(path.read_text())["traceEvents"]
+    lanes = [row["args"]["name"] for row in rows if row["ph"] == "M"]
+    assert sorted(lanes) == ["collective", "compute", "exchange", "wait"]
+    names = [row["name"] for row in rows if row["ph"] == "X"]
+    assert any(name.startswith("attend   a0") for name in names)
+    assert any("out to tokens" in name for name in names)
 
 
 def test_volume_is_the_formula(two):

@@ -18,14 +18,9 @@ from torch.autograd.function import FunctionCtx
 
 from .._torch_private import get_keep_graph
 from ..errors import FpdtError
-from .executor import (
-    BlockExecutor,
-    own_grad,
-    run_region,
-    run_region_backward,
-    whole_grad,
-)
+from .executor import BlockExecutor, run_region, run_region_backward
 from .head import HeadExecutor
+from .mixers import own_grad, whole_grad
 from .program import ChunkProgram, OperandKind, OutputKind
 from .schedule import BlockShape, block_shape
 from .step import Step
