@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window": dict(model="mistral", sliding_window=WINDOW),
     "gemma2": dict(
         model="gemma2",
+        attention="eager",
         attn_logit_softcapping=None,
         layer_types=["full_attention"] * 2,
     ),
