@@ -16,7 +16,7 @@ from .backend import FpdtBackend, optimized_backend
 from .config import FpdtConfig
 from .groups import make_ranks
 from .passes.compile_bodies import CompileStats
-from .recorded_outputs import install_recording_hooks
+from .recorded_outputs import install_recording_hooks, recorder_restored
 from .token_dims import TokenMarker
 
 
@@ -71,7 +71,7 @@ def optimize(
     def run(code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         marker.mark(args, kwargs)
         install_recording_hooks(model, kwargs)
-        with own_errors(), logging_skipped(), traceable_torch():
+        with own_errors(), logging_skipped(), traceable_torch(), recorder_restored():
             return code(*args, **kwargs)
 
     run_forward = functools.partial(run, torch.compile(model.forward, backend=backend))

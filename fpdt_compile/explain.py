@@ -31,7 +31,7 @@ from .config import FpdtConfig
 from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
 from .passes.manager import Analysis
 from .passes.match_lm_head import after_head
-from .recorded_outputs import install_recording_hooks
+from .recorded_outputs import install_recording_hooks, recorder_restored
 from .token_dims import TokenMarker
 
 
@@ -153,7 +153,7 @@ def explain(
 
     TokenMarker(model, config.token_dims).mark(inputs, kwargs)
     install_recording_hooks(model, kwargs)
-    with traceable_torch():
+    with traceable_torch(), recorder_restored():
         capture_only(model, analyze_only, inputs, kwargs)
     if not found:
         raise ValueError(
@@ -185,7 +185,9 @@ def report(model: nn.Module, found: Sequence[Analysis], config: FpdtConfig) -> R
         else f"{cut.head.vocab_size} columns",
         blocks=0 if cut is None else len(cut.blocks),
         chunk_len=0 if plan is None else plan.chunk_len,
-        num_chunks=0 if plan is None else -(-seq_len // plan.chunk_len),
+        num_chunks=0
+        if plan is None
+        else -(-seq_len // (plan.chunk_len * plan.seq_parallel)),
         head_len=0 if plan is None else plan.head_len,
         save=config.save,
         offload=offload_label(config, graph),

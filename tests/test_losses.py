@@ -17,9 +17,11 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
 )
+from transformers.utils import output_capturing
 
 import fpdt_compile
 from fpdt_compile.api import backend_of
+from fpdt_compile.recorded_outputs import recorder_restored
 from fpdt_compile.testing import compare_training
 
 EAGER = dict(codegen="eager", chunk_len=8, head_len=4)
@@ -326,6 +328,17 @@ def test_hidden_states_and_loss() -> None:
         loss_of=lambda out: out.hidden_states[1].square().mean(),
     )
     only.check(CASTS)
+
+
+def test_an_error_does_not_switch_recording_off() -> None:
+    """transformers records into a global while Dynamo traces; an error must not leave it so."""
+    recorder = output_capturing._active_collector
+    with pytest.raises(RuntimeError, match="in the middle"), recorder_restored():
+        recorder.compiling, recorder.global_var = True, {}
+        raise RuntimeError("in the middle")
+    assert not recorder.compiling and recorder.global_var is None
+    model, _ = pair("llama")
+    assert len(model(**batch(1, 9), output_hidden_states=True).hidden_states) == 3
 
 
 def test_logits_returned_beside_the_loss() -> None:
