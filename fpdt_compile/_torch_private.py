@@ -396,3 +396,9 @@ def own_errors() -> Iterator[None]:
 def plain_tensor_access() -> Any:
     """A context in which a Tensor subclass's ``__torch_function__`` is not called."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors, here or inside torch, share a tensor's storage (itself included)."""
+    storage = tensor.untyped_storage()  # is one more user
+    return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -125,14 +125,10 @@ class FpdtBackend:
             step = Step(
                 program,
                 inputs,
-                chunk_len=plan.chunk_len,
-                head_len=plan.head_len,
-                tier=plan.tier,
-                save_attention=plan.save == "attention",
+                plan,
+                offload_dir=self.config.offload_dir,
                 ranks=self.ranks,
                 sharded=self.config.inputs == "sharded",
-                overlap=self.config.overlap,
-                reduce_gradients=self.config.reduce_gradients,
             )
             self.store_counters = step.store.counters
             return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 CODEGEN = ("inductor", "eager")
-OFFLOAD = ("host", "none")
-SAVE = ("attention", "hidden")
+OFFLOAD = ("host", "disk", "none")
+KINDS = ("hidden", "kv", "attention")
+SAVE = ("hidden", "attention", "qkv")
+ORDER = ("queries", "keys")
 OUTPUTS = ("auto", "all")
 INPUTS = ("whole", "sharded")
 
@@ -29,10 +32,24 @@ class FpdtConfig:
     - ``overlap``: run exchanges between ranks under the compute; False waits for each.
     - ``chunk_len``: tokens per chunk and rank; None picks one from the model's widths.
     - ``head_len``: tokens per piece of the LM head; None picks one from the vocabulary.
-    - ``offload``: "host" keeps saved activations in main memory, "none" on the device. On a
-      CPU-only machine both are main memory and the option changes nothing.
-    - ``save``: "attention" keeps attention outputs for the backward (attention runs once),
-      "hidden" keeps only the blocks' inputs and recomputes attention.
+    - ``offload``: where values wait: "host" is main memory (pinned for a GPU), "disk" a file in
+      ``offload_dir``, "none" the device. A dict gives the tier by kind, "host" for those it leaves
+      out: {"hidden": "disk"} (states between blocks, their gradients), {"kv": "host"} (q, k, v and
+      their gradients), {"attention": "none"} (attention outputs). On a CPU-only machine "host" and
+      "none" are the same memory.
+    - ``offload_dir``: the directory of that file; None is the system's for temporary files.
+    - ``lookahead``: how many tiles (or chunks) ahead of its use a value is read back; 0 waits for
+      every read.
+    - ``resident_bytes``: a block's q, k, v and their gradients stay on the device if they take no
+      more than this; None is 4 GiB for a GPU and nothing for a CPU.
+    - ``save``: what the backward finds: "hidden" (the blocks' inputs, all else is computed again),
+      "attention" (attention outputs too: attention runs once), "qkv" (projections as well).
+    - ``save_bytes``: what is saved besides the blocks' inputs takes no more than this on a rank;
+      some blocks save less than ``save`` says. None is no limit.
+    - ``order``: which loop over attention tiles is the outer one in the backward: "queries" reads
+      and writes k, v and their gradients for every tile, "keys" (FPDT's) q, out and theirs.
+    - ``max_intermediate_bytes``: no intermediate of a chunk is larger, which bounds chunk_len and
+      head_len where they are picked; None goes by the device.
     - ``codegen``: "inductor" compiles region bodies, "eager" runs them as traced.
     - ``outputs``: "auto" does not materialize outputs that training does not need (logits, caches)
       when the model returns a loss and gradients are enabled; "all" returns everything.
@@ -50,8 +67,14 @@ class FpdtConfig:
     overlap: bool = True
     chunk_len: int | None = None
     head_len: int | None = None
-    offload: str = "host"
+    offload: str | Mapping[str, str] = "host"
+    offload_dir: str | os.PathLike[str] | None = None
+    lookahead: int = 2
+    resident_bytes: int | None = None
     save: str = "attention"
+    save_bytes: int | None = None
+    order: str = "queries"
+    max_intermediate_bytes: int | None = None
     codegen: str = "inductor"
     outputs: str = "auto"
     token_dims: Mapping[str, int | tuple[int, ...]] | None = None
@@ -71,13 +94,16 @@ class FpdtConfig:
         for name in ("chunk_len", "head_len"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        if self.max_rewrites is not None and (
-            not isinstance(self.max_rewrites, int) or self.max_rewrites < 0
-        ):
-            raise ValueError(
-                f"max_rewrites={self.max_rewrites!r}: allowed are None and integers >= 0"
-            )
-        _choice("offload", self.offload, OFFLOAD)
+        for name in ("max_rewrites", "save_bytes", "resident_bytes"):
+            _count(name, getattr(self, name), "None and integers >= 0")
+        if self.lookahead is None:
+            raise ValueError("lookahead=None: allowed are integers >= 0")
+        _count("lookahead", self.lookahead, "integers >= 0")
+        if self.max_intermediate_bytes is not None:
+            _positive("max_intermediate_bytes", self.max_intermediate_bytes)
+        _offload(self.offload)
+        _directory(self.offload_dir)
+        _choice("order", self.order, ORDER)
         _choice("save", self.save, SAVE)
         _choice("codegen", self.codegen, CODEGEN)
         _choice("outputs", self.outputs, OUTPUTS)
@@ -126,6 +152,33 @@ def _positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: allowed are {allowed}")
 
 
+def _count(name: str, value: object, allowed: str) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is not None and not whole:
+        raise ValueError(f"{name}={value!r}: allowed are {allowed}")
+
+
+def _offload(value: object) -> None:
+    if not isinstance(value, Mapping):
+        _choice("offload", value, OFFLOAD)
+        return
+    for kind, tier in value.items():
+        if kind not in KINDS or tier not in OFFLOAD:
+            raise ValueError(
+                f"offload={dict(value)!r}: allowed are {', '.join(map(repr, OFFLOAD))} and a dict "
+                f"of {', '.join(map(repr, KINDS))} to one of them"
+            )
+
+
+def _directory(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (str, os.PathLike)) or not os.path.isdir(value):
+        raise ValueError(
+            f"offload_dir={value!r}: allowed are None and directories that exist"
+        )
+
+
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         listed = ", ".join(repr(a) for a in allowed)
@@ -147,6 +200,13 @@ def _token_dims(value: object) -> None:
             f"token_dims={value!r}: allowed are None and a dict of input name to dimension "
             'or tuple of dimensions, for instance {"input_ids": 1}'
         )
+
+
+def tiers_of(offload: str | Mapping[str, str]) -> dict[str, str]:
+    """The tier of every kind of value, of either form of the option."""
+    given = offload if isinstance(offload, Mapping) else dict.fromkeys(KINDS, offload)
+    found = {kind: given.get(kind, "host") for kind in KINDS}
+    return {k: "device" if tier == "none" else tier for k, tier in found.items()}
 
 
 def num_ranks(seq_parallel: int | DeviceMesh) -> int:

@@ -52,3 +52,7 @@ class RankMismatch(FpdtError, ValueError):
 
 class OutputNotMaterialized(FpdtError):
     """A model output that training does not need was touched; see ``outputs="all"``."""
+
+
+class StoreError(FpdtError, OSError):
+    """Offloaded values cannot be kept: a disk is full, read-only or gone."""

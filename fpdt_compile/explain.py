@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ from ._torch_private import (
     with_dynamic_results,
 )
 from .backend import FpdtBackend, optimized_backend
-from .config import FpdtConfig
+from .config import FpdtConfig, tiers_of
 from .graph import Attention, NodeKind, is_tensor, size_expr, value_of
 from .passes.manager import Analysis
 from .passes.match_lm_head import after_head
@@ -213,9 +214,15 @@ def graph_entry(result: Analysis) -> dict[str, Any]:
 
 def offload_label(config: FpdtConfig, graph: torch.fx.Graph) -> str:
     device = next(value_of(n).device.type for n in graph.nodes if is_tensor(n))
-    if config.offload == "host" and device == "cpu":
-        return 'offload="host" has no effect on a CPU: main memory is the device'
-    return f"offload={config.offload}"
+    tiers = tiers_of(config.offload)
+    if "disk" not in tiers.values():
+        if device == "cpu" and config.offload != "none":
+            return f"offload={config.offload!r} has no effect on a CPU: main memory is the device"
+        return f"offload={config.offload}"
+    if config.offload == "disk":
+        return f"offload=disk in {config.offload_dir or tempfile.gettempdir()}"
+    listed = ", ".join(f"{kind}: {tier}" for kind, tier in tiers.items())
+    return f"offload {listed}; disk in {config.offload_dir or tempfile.gettempdir()}"
 
 
 def mask_label(attention: Attention) -> str:
@@ -266,15 +273,11 @@ def stored_after(result: Analysis) -> int:
     for block in cut.blocks:
         states.update(dict.fromkeys(block.state_out))
     total = sum(num_bytes(n) for n in states if n.op != "placeholder")
-    if result.plan.save == "attention":
-        total += sum(num_bytes(a.node) for a in result.attentions)
-        for a in result.attentions:
-            shape = value_of(a.node).shape
-            rows = [
-                int(s.node.hint) if isinstance(s, torch.SymInt) else int(s)
-                for s in shape[:3]
-            ]
-            total += 4 * rows[0] * rows[1] * rows[2]
+    plan, seq_len = result.plan, sequence_length(result)
+    levels = plan.saves(-(-seq_len // plan.seq_parallel))
+    for level, block in zip(levels, plan.blocks, strict=True):
+        total += block.attention * seq_len if level != "hidden" else 0
+        total += block.qkv * seq_len if level == "qkv" else 0
     return total
 
 

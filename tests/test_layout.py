@@ -98,7 +98,7 @@ class Golden(TestCase):
             (2,),
             (plain_table(2, 2, True),),
             train=True,
-            save_attention=True,
+            save="attention",
             overlap=True,
         )
         self.assertExpectedInline(
@@ -155,10 +155,10 @@ def test_every_exchange_is_waited_for_before_its_use(shape, overlap, save, causa
     tables = (plain_table(3, 3, causal and not cross),)
     schedules = [
         forward_parallel(
-            shape, counts, tables, train=True, save_attention=save, overlap=overlap
+            shape, counts, tables, train=True, save=save, overlap=overlap
         ),
         backward_parallel(
-            shape, counts, tables, save_attention=save, keep=False, overlap=overlap
+            shape, counts, tables, save=save, keep=False, overlap=overlap
         ),
     ]
     for schedule in schedules:

@@ -60,7 +60,7 @@ CROSS = replace(
 class Golden(TestCase):
     def test_causal_forward(self):
         schedule = forward_schedule(
-            DECODER, (2,), (plain_table(2, 2, True),), train=True, save_attention=True
+            DECODER, (2,), (plain_table(2, 2, True),), train=True, save="attention"
         )
         self.assertExpectedInline(
             text(schedule),
@@ -91,7 +91,7 @@ save     o.lse[1]""",
 
     def test_causal_backward(self):
         schedule = backward_schedule(
-            DECODER, (2,), (plain_table(2, 2, True),), save_attention=True, keep=False
+            DECODER, (2,), (plain_table(2, 2, True),), save="attention", keep=False
         )
         self.assertExpectedInline(
             text(schedule),
@@ -125,7 +125,7 @@ drop     h0[0]""",
 
     def test_encoder_does_all_pre_first(self):
         schedule = forward_schedule(
-            DECODER, (3,), (plain_table(3, 3, False),), train=False, save_attention=True
+            DECODER, (3,), (plain_table(3, 3, False),), train=False, save="attention"
         )
         self.assertEqual(
             [str(i) for i in schedule if isinstance(i, (Run, Finish))],
@@ -164,7 +164,7 @@ def sources_of(shape, region):
 def test_forward_invariants(block, train, save):
     shape, table, counts = block
     schedule = forward_schedule(
-        shape, counts, (table,), train=train, save_attention=save
+        shape, counts, (table,), train=train, save=save
     )
     state = {("h0", i) for i in range(counts[0])}
     if shape is CROSS:
@@ -206,7 +206,7 @@ def test_backward_invariants(block, save, keep, held):
     if held:
         shape = replace(shape, held=("e",) if shape.key_state else ())
     schedule = backward_schedule(
-        shape, counts, (table,), save_attention=save, keep=keep
+        shape, counts, (table,), save=save, keep=keep
     )
     cross, n = bool(shape.key_state), counts[0]
     saved = {(name, i) for name in ("h0", *(["o", "o.lse"] * save)) for i in range(n)}

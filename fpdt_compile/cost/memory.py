@@ -14,6 +14,9 @@ CPU_HEAD_BYTES = 32 << 20
 CUDA_CHUNK_BYTES = 2 << 30
 CUDA_HEAD_BYTES = 1 << 30
 
+# q, k, v of a block and their gradients stay on the device if they take no more than this.
+RESIDENT_BYTES = {"cpu": 0, "cuda": 4 << 30}
+
 MIN_LEN = 128
 MAX_CHUNK_LEN = {"cpu": 2048, "cuda": 65536}
 MAX_HEAD_LEN = {"cpu": 1024, "cuda": 8192}

@@ -20,6 +20,7 @@ from ..kernels.tiles import backward_tile, forward_tile
 from .masks import MaskEvaluator
 from .program import AttentionCall
 from .scores import ScoreEvaluator, sum_into
+from .stores import ValueStore
 
 Range = tuple[int, int]
 # A PARTIAL tile's mask is evaluated in blocks of query rows of at most this many elements.
@@ -42,8 +43,10 @@ class TileRunner:
         seed: Tensor | None = None,
         passes: MaskEvaluator | None = None,
         heads: Range | None = None,
+        store: ValueStore | None = None,
     ) -> None:
         self.call = call
+        self.store = ValueStore() if store is None else store
         self.mask = mask
         self.score = score
         self.sinks = sinks
@@ -53,8 +56,6 @@ class TileRunner:
         self.parameter_grads: dict[str, Tensor] = {}
         self.sunk: set[int] = set()  # query chunks whose sinks have their gradient
         self.running: dict[int, tuple[Tensor, Tensor]] = {}
-        self.grads: dict[tuple[str, int], Tensor] = {}
-        self.cast: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def scale(self, q: Tensor) -> float:
         if self.call.scale is not None:
@@ -299,22 +300,25 @@ class TileRunner:
         self, which: str, chunk: int, part: Tensor, rows: slice, like: Tensor
     ) -> None:
         work = accumulator_dtype(like.dtype)
-        have = self.grads.get((which, chunk))
-        if have is not None:
-            have[:, :, rows].add_(part)
+        key = (sum_of(self.call.name, which), chunk)
+        if key in self.store:
+            self.store.update(key)[:, :, rows].add_(part)
         elif rows == slice(0, like.shape[2]):
-            self.grads[which, chunk] = part.to(work)
+            self.store.put(key, part.to(work))
         else:
             whole = torch.zeros(like.shape, dtype=work, device=like.device)
             whole[:, :, rows] = part
-            self.grads[which, chunk] = whole
+            self.store.put(key, whole)
 
     def has_grad(self, which: str, chunk: int) -> bool:
         """Whether any tile gave the chunk's q, k or v a gradient."""
-        return (which, chunk) in self.grads
+        return (sum_of(self.call.name, which), chunk) in self.store
 
-    def take_grad(self, which: str, chunk: int, like: Tensor) -> Tensor:
-        """The finished gradient of a chunk of q, k or v, in its own type; zeros if no tile
-        used it."""
-        grad = self.grads.pop((which, chunk), None)
-        return torch.zeros_like(like) if grad is None else grad.to(like.dtype)
+    def take_grad(self, which: str, chunk: int) -> Tensor | None:
+        """The finished gradient of a chunk of q, k or v; None if no tile used it."""
+        return self.store.pop((sum_of(self.call.name, which), chunk))
+
+
+def sum_of(name: str, which: str) -> str:
+    """The name, in the store, of the running gradient of an attention's q, k or v."""
+    return f"{name}.d{which}"

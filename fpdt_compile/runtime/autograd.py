@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from .._torch_private import get_keep_graph
 from ..errors import FpdtError
 from .executor import BlockExecutor, run_region, run_region_backward
+from .gradients import grad_of
 from .head import HeadExecutor
 from .mixers import own_grad, whole_grad
 from .program import ChunkProgram, OperandKind, OutputKind
@@ -87,14 +88,28 @@ class StageNode(torch.autograd.Function):
         _ = ctx.saved_tensors
         step, stage = ctx.step, ctx.stage
         step.keep_graph = get_keep_graph()
-        with no_autocast():
+        with closed_on_error(step), no_autocast():
             stage.differentiate(step, grads[1:], step.keep_graph)
             step.sum_gradients(stage.label, stage.summed)
-        found = []
-        for name, needed in zip(stage.inputs, ctx.needs_input_grad[3:]):
-            grad = stage.input_grad(step, name)
-            found.append(grad if needed else None)
+            found = []
+            for name, needed in zip(stage.inputs, ctx.needs_input_grad[3:]):
+                grad = stage.input_grad(step, name)
+                found.append(grad if needed else None)
+        if not step.keep_graph:
+            step.pending_backwards -= 1
+            if step.pending_backwards == 0:
+                step.store.close()
         return (None, None, token_grad(ctx), *found)
+
+
+@contextlib.contextmanager
+def closed_on_error(step: Step) -> Iterator[None]:
+    """A step that fails leaves no file and no thread behind, whoever holds on to its error."""
+    try:
+        yield
+    except BaseException:
+        step.store.close()
+        raise
 
 
 def token_grad(ctx: FunctionCtx) -> Tensor | None:
@@ -132,6 +147,13 @@ class StepRunner:
     def __call__(self, *inputs: Any) -> list[Any]:
         step = self.make_step(inputs)
         train = torch.is_grad_enabled() and any(self.program.needs_grad.values())
+        with closed_on_error(step):
+            results = self.run_stages(step, train)
+        if not train or not step.pending_backwards:
+            step.store.close()
+        return results
+
+    def run_stages(self, step: Step, train: bool) -> list[Any]:
         token = torch.empty(0)
         token, *_ = self.apply(step, self.entry_stage(), token, train)
         for index in range(len(self.program.blocks)):
@@ -148,9 +170,11 @@ class StepRunner:
         if not train:
             with torch.no_grad(), no_autocast():
                 return (token, *stage.run(step))
-        return StageNode.apply(
+        results = StageNode.apply(
             step, stage, token, *(step.inputs[name] for name in stage.inputs)
         )
+        step.pending_backwards += results[0].requires_grad
+        return results
 
     def entry_stage(self) -> Stage:
         program = self.program
@@ -165,7 +189,7 @@ class StepRunner:
                 for chunk in range(len(step.bounds[call.symbol])):
                     run_region(step, call, chunk)
                     for result in call.results:
-                        step.save(result.name, chunk)
+                        step.save_hidden(result.name, chunk)
             return []
 
         def differentiate(
@@ -173,7 +197,12 @@ class StepRunner:
         ) -> None:
             for call in program.entries:
                 if call.needs_backward:
-                    for chunk in range(len(step.bounds[call.symbol])):
+                    count, ahead = len(step.bounds[call.symbol]), 0
+                    for chunk in range(count):
+                        while ahead < min(count, chunk + 1 + step.placement.lookahead):
+                            for result in call.results:
+                                step.prefetch(grad_of(result.name), ahead)
+                            ahead += 1
                         run_region_backward(step, call, chunk)
 
         def input_grad(step: Step, name: str) -> Tensor | None:

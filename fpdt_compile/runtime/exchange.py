@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.online_softmax import accumulator_dtype
+from .attention import TileRunner
 from .chunks import arrange
 from .instructions import Transfer
 from .layout import Range
@@ -55,18 +56,18 @@ def part_of(
 
 
 class BlockExchange:
-    """One block's exchanges; ``put_grad`` and ``take_heads_grad`` are the executor's."""
+    """One block's exchanges; ``runners`` are its attentions'."""
 
     def __init__(
         self,
         step: Step,
         block: BlockProgram,
         sequences: Sequence[int],
-        take_heads_grad: Callable[[str, int], Tensor | None],
+        runners: Sequence[TileRunner],
     ) -> None:
         self.step = step
         self.block = block
-        self.take_heads_grad = take_heads_grad
+        self.runners = runners
         self.pending: dict[
             tuple[Transfer, int, int],
             tuple[Exchange, Callable[[list[Message]], None], Any],
@@ -168,7 +169,7 @@ class BlockExchange:
                 length = self.lengths(sequence, chunk)[self.rank]
                 grad = step.empty(call.name, length).zero_()
             tensors.append((call.q, grad))
-        saved = step.save_attention
+        saved = step.saves[self.block.index] != "hidden"
         if saved:
             tensors += [(c.q, self.own(c.name, sequence, chunk)) for c in calls]
         messages, expected = self.to_heads(tensors, sequence, chunk)
@@ -222,7 +223,7 @@ class BlockExchange:
         names = [n for n in self.values[sequence] if step.program.needs_grad[n]]
         flags, tensors = [], []
         for name in names:
-            grad = self.take_heads_grad(name, chunk)
+            grad = self.heads_grad(name, chunk)
             flags.append(flag(grad is not None, step.device))
             if grad is None:
                 grad = torch.zeros_like(step.value(in_heads(name), chunk))
@@ -239,6 +240,20 @@ class BlockExchange:
                     step.grads.add((name, chunk), grad, owned=True)
 
         return (*flagged(flags, messages, expected), unpack)
+
+    def heads_grad(self, name: str, chunk: int) -> Tensor | None:
+        """The finished gradient of a value in heads form, from all attentions that read it."""
+        total: Tensor | None = None
+        for call, runner in zip(self.block.attentions, self.runners, strict=True):
+            if name == call.q:
+                self.step.grads.drop((in_heads(call.name), chunk))
+            roles = {"q": call.q, "k": call.k, "v": call.v}
+            for which in (w for w, x in roles.items() if x == name):
+                grad = runner.take_grad(which, chunk)
+                if grad is not None:
+                    grad = grad.to(self.step.program.specs[name].dtype)
+                    total = grad if total is None else total + grad
+        return total
 
 
 def sum_heads(found: Sequence[Tensor], heads: Sequence[Range]) -> Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import TileKind
+from ..graph import TileKind, TileTable
 from .chunks import arrange, join_axis, same_storage
+from .copies import Placement, place_copies, split_name
 from .exchange import BlockExchange
 from .instructions import (
     Attend,
@@ -26,6 +27,7 @@ from .instructions import (
     Mix,
     MixBackward,
     Prefetch,
+    Release,
     Run,
     RunBackward,
     Save,
@@ -50,11 +52,34 @@ from .schedule import (
 )
 from .step import Step
 
-# Pure functions of hashable arguments; few entries, because a long sequence's list is long.
-forward_schedule = lru_cache(maxsize=8)(forward_schedule)
-backward_schedule = lru_cache(maxsize=8)(backward_schedule)
-forward_parallel = lru_cache(maxsize=8)(forward_parallel)
-backward_parallel = lru_cache(maxsize=8)(backward_parallel)
+
+@lru_cache(maxsize=8)  # few, because a long sequence's list is long
+def block_schedule(
+    shape: BlockShape,
+    counts: tuple[int, ...],
+    tables: tuple[TileTable, ...],
+    placement: Placement,
+    overlap: bool | None,
+    **choices: Any,
+) -> tuple[Instruction, ...]:
+    """The instructions of a block's forward (``train``) or backward (``keep``, ``order``), with
+    exchanges where ``overlap`` is not None."""
+    if overlap is not None:
+        choices["overlap"] = overlap
+    make = {
+        (False, False): backward_schedule,
+        (False, True): backward_parallel,
+        (True, False): forward_schedule,
+        (True, True): forward_parallel,
+    }["train" in choices, overlap is not None]
+    return place_copies(
+        make(shape, counts, tables, **choices),
+        shape,
+        counts,
+        placement,
+        parallel=overlap is not None,
+        saved=choices["save"] != "hidden",
+    )
 
 
 class BlockExecutor:
@@ -73,39 +98,29 @@ class BlockExecutor:
         for n, call in enumerate(block.keys, 1):
             self.regions[key_region(n)] = call
         self.counts = tuple(len(step.bounds[symbol]) for symbol in block.symbols)
-        self.moves = BlockExchange(
-            step, block, shape.key_sequences, self.take_heads_grad
-        )
+        self.moves = BlockExchange(step, block, shape.key_sequences, self.runners)
 
     def attended(self, name: str) -> str:
         """The form of a value that attention reads or writes."""
         return in_heads(name) if self.step.parallel else name
 
     def forward(self, *, train: bool) -> None:
-        given = self.shape, self.counts, self.tables
+        self.run(self.schedule(train=train))
+
+    def schedule(self, **choices: Any) -> tuple[Instruction, ...]:
         step = self.step
-        saves = step.save_attention
-        if step.parallel:
-            self.run(
-                forward_parallel(
-                    *given, train=train, save_attention=saves, overlap=step.overlap
-                )
-            )
-        else:
-            self.run(forward_schedule(*given, train=train, save_attention=saves))
+        return block_schedule(
+            self.shape,
+            self.counts,
+            self.tables,
+            step.placement,
+            step.overlap if step.parallel else None,
+            save=step.saves[self.block.index],
+            **choices,
+        )
 
     def backward(self, *, keep: bool) -> None:
-        given = self.shape, self.counts, self.tables
-        step = self.step
-        saves = step.save_attention
-        if step.parallel:
-            self.run(
-                backward_parallel(
-                    *given, save_attention=saves, keep=keep, overlap=step.overlap
-                )
-            )
-        else:
-            self.run(backward_schedule(*given, save_attention=saves, keep=keep))
+        self.run(self.schedule(keep=keep, order=self.step.order))
         for runner in self.runners:
             for name, grad in runner.parameter_grads.items():
                 self.step.parameter_grads.add_dense(name, self.step.whole(name), grad)
@@ -146,18 +161,19 @@ class BlockExecutor:
                 mix(step, self.block.mixers[mixer])
             case MixBackward(mixer):
                 mix_backward(step, self.block.mixers[mixer])
-            case Save(name, chunk):
-                step.save(self.real_name(name), chunk)
+            case Save(name, chunk, tier):
+                step.save(self.real_name(name), chunk, tier)
             case Prefetch(name, chunk):
                 step.prefetch(self.real_name(name), chunk)
+            case Release(name, chunk):
+                step.release(self.real_name(name), chunk)
             case Drop(name, chunk):
                 step.drop(self.real_name(name), chunk)
 
     def real_name(self, name: str) -> str:
         """The value that a name of the schedule stands for."""
-        if name in self.names:
-            return self.names[name]
-        return in_heads(self.names[name[:-1]])
+        own, suffix = split_name(name)
+        return self.names[own] + suffix
 
     def attention_values(
         self, call: AttentionCall, query: int, key: int
@@ -198,7 +214,7 @@ class BlockExecutor:
         if not call.needs_grad or call.shares[step.ranks.rank].num_queries == 0:
             return
         grad_key = (self.attended(call.name), query)
-        if grad_key not in step.grads.grads:
+        if grad_key not in step.grads:
             if step.parallel:
                 return  # no rank has one
             grad = step.take_value_grad(call.name, query)
@@ -212,7 +228,7 @@ class BlockExecutor:
             step.bounds_of(call.q)[query],
             step.bounds_of(call.k)[key],
             (
-                step.grads.grads[grad_key],
+                step.grads.get(grad_key),
                 *self.attention_values(call, query, key),
                 step.value(self.attended(call.name), query),
                 step.value(call.lse, query),
@@ -227,30 +243,19 @@ class BlockExecutor:
         ):
             values = {}
             if region == "pre":
-                step.grads.take((call.name, chunk))
+                step.grads.drop((call.name, chunk))
                 values["q"] = call.q
             if region == key_region(self.shape.key_sequences[a]):
                 values.update(k=call.k, v=call.v)
             if not any(runner.has_grad(which, chunk) for which in values):
                 continue
             for which, name in values.items():
-                grad = runner.take_grad(which, chunk, step.value(name, chunk))
+                grad = runner.take_grad(which, chunk)
+                if grad is None:
+                    grad = torch.zeros_like(step.value(name, chunk))
                 if step.program.needs_grad[name]:
+                    grad = grad.to(step.program.specs[name].dtype)
                     step.grads.add((name, chunk), grad, owned=True)
-
-    def take_heads_grad(self, name: str, chunk: int) -> Tensor | None:
-        """The finished gradient of a value in heads form, from all attentions that read it."""
-        total: Tensor | None = None
-        for call, runner in zip(self.block.attentions, self.runners, strict=True):
-            if name == call.q:
-                self.step.grads.take((in_heads(call.name), chunk))
-            roles = {"q": call.q, "k": call.k, "v": call.v}
-            for which in (w for w, x in roles.items() if x == name):
-                if runner.has_grad(which, chunk):
-                    like = self.step.value(in_heads(name), chunk)
-                    grad = runner.take_grad(which, chunk, like)
-                    total = grad if total is None else total + grad
-        return total
 
 
 def run_region(step: Step, call: RegionCall | None, chunk: int) -> None:

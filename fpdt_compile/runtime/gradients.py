@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .program import GradForm, GradSlot
+from .stores import Key, ValueStore
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -77,26 +78,45 @@ class ParameterGradients:
         )
 
 
+def grad_of(name: str) -> str:
+    """The name of a value's gradient in the store."""
+    return f"{name}'"
+
+
 class ValueGradients:
-    """Gradients of chunk values on their way back through the blocks."""
+    """Gradients of chunk values on their way back through the blocks; they are kept in the store,
+    as ``(name', chunk)``."""
 
-    def __init__(self) -> None:
-        self.grads: dict[tuple[str, int], Tensor] = {}
-        self.owned: set[tuple[str, int]] = set()
+    def __init__(self, store: ValueStore) -> None:
+        self.store = store
+        self.owned: set[Key] = set()
 
-    def add(self, key: tuple[str, int], grad: Tensor, *, owned: bool) -> None:
+    def add(self, key: Key, grad: Tensor, *, owned: bool) -> None:
         """Add a part; ``owned`` says that nobody else reads ``grad``'s memory."""
-        have = self.grads.get(key)
-        if have is None:
-            self.grads[key] = grad
+        store, place = self.store, (grad_of(key[0]), key[1])
+        if place not in store:
+            store.put(place, grad)
             if owned:
                 self.owned.add(key)
         elif key in self.owned:
-            have.add_(grad)
+            store.update(place).add_(grad)
         else:
-            self.grads[key] = have + grad
+            store.put(place, store.get(place) + grad)
             self.owned.add(key)
 
-    def take(self, key: tuple[str, int]) -> Tensor | None:
+    def __contains__(self, key: Key) -> bool:
+        return (grad_of(key[0]), key[1]) in self.store
+
+    def get(self, key: Key) -> Tensor:
+        return self.store.get((grad_of(key[0]), key[1]))
+
+    def take(self, key: Key) -> Tensor | None:
         self.owned.discard(key)
-        return self.grads.pop(key, None)
+        return self.store.pop((grad_of(key[0]), key[1]))
+
+    def drop(self, key: Key) -> None:
+        """Forget a gradient, if there is one."""
+        self.owned.discard(key)
+        place = (grad_of(key[0]), key[1])
+        if place in self.store:
+            self.store.drop(place)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .chunks import empty_whole, join_axis, paste, scalar_dtype, split_axis
+from .gradients import grad_of
 from .program import GradForm, OperandKind, RegionCall
 from .sharing import gather_tokens
-from .step import Step
+from .step import Step, unit_grad
 
 
 class HeadExecutor:
@@ -36,6 +37,7 @@ class HeadExecutor:
         step, call = self.step, self.call
         sums: list[Tensor | None] = [None] * len(call.results)
         for chunk, bounds in enumerate(step.own[call.symbol]):
+            self.arrive(chunk)
             buffers: dict[str, Tensor] = {}
             for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
@@ -48,9 +50,10 @@ class HeadExecutor:
                     sums[i] = self.collect(sums[i], i, flat[i], chunk, piece)
                 del flat
             for name, buffer in buffers.items():
-                step.unit_grads.setdefault((name, chunk), {})[self.index] = buffer
-            if one_pass or not train:
-                self.drop_state(chunk)
+                key = unit_grad(name, chunk, self.index)
+                step.store.put(key, buffer)
+                step.save_hidden(*key)
+            self.leave(chunk, drop=one_pass or not train)
         return [self.finished(i, total) for i, total in enumerate(sums)]
 
     def collect(
@@ -92,10 +95,27 @@ class HeadExecutor:
             return gather_tokens(step, f"gathering {result.name}", total, result.axis)
         return step.ranks.sum(f"sum of {result.name}", total).to(self.dtypes[index])
 
-    def drop_state(self, chunk: int) -> None:
-        for operand in self.call.operands:
-            if operand.kind is OperandKind.TOKEN and operand.name not in self.held:
-                self.step.drop(operand.name, chunk)
+    def state(self) -> list[str]:
+        """The values the head starts from."""
+        operands = self.call.operands
+        return [o.name for o in operands if o.kind is OperandKind.TOKEN]
+
+    def arrive(self, chunk: int) -> None:
+        """Start bringing back the chunks that come next."""
+        step = self.step
+        count = len(step.own[self.call.symbol])
+        first = chunk + step.placement.lookahead if chunk else 0
+        for i in range(first, min(count, chunk + step.placement.lookahead + 1)):
+            for name in self.state():
+                step.prefetch(name, i)
+
+    def leave(self, chunk: int, *, drop: bool) -> None:
+        """A chunk's state has been read."""
+        for name in self.state():
+            if drop and name not in self.held:
+                self.step.drop(name, chunk)
+            else:
+                self.step.release(name, chunk)
 
     def keep_unit_grads(
         self,
@@ -145,6 +165,7 @@ class HeadExecutor:
             s for s in call.body.slots("backward") if call.has_grad(s.operand, arrived)
         ]
         for chunk, bounds in enumerate(step.own[call.symbol]):
+            self.arrive(chunk)
             buffers: dict[str, Tensor] = {}
             for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
@@ -164,8 +185,8 @@ class HeadExecutor:
                         )
             for name, buffer in buffers.items():
                 step.grads.add((name, chunk), buffer, owned=True)
-            if not keep:
-                self.drop_state(chunk)
+                step.save_hidden(grad_of(name), chunk)
+            self.leave(chunk, drop=not keep)
 
     def piece_grad(
         self, grad: Tensor | None, index: int, chunk: int, piece: tuple[int, int]

@@ -128,13 +128,14 @@ class MixBackward:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Move a value to the tier where it waits for the backward (or the next block)."""
+    """Move a value to the tier where it waits; its device copy is given up."""
 
     name: str
     chunk: int
+    tier: str
 
     def __str__(self) -> str:
-        return f"save     {self.name}[{self.chunk}]"
+        return f"save     {self.name}[{self.chunk}] to {self.tier}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,17 @@ class Prefetch:
 
     def __str__(self) -> str:
         return f"prefetch {self.name}[{self.chunk}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give up the device copy of a saved value that has not changed."""
+
+    name: str
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"release  {self.name}[{self.chunk}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +183,7 @@ Instruction = (
     | MixBackward
     | Save
     | Prefetch
+    | Release
     | Drop
 )
 

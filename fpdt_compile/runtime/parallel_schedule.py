@@ -21,10 +21,8 @@ from .instructions import (
     Instruction,
     Mix,
     MixBackward,
-    Prefetch,
     Run,
     RunBackward,
-    Save,
     Send,
     Transfer,
     Wait,
@@ -35,8 +33,11 @@ from .schedule import (
     Lifetimes,
     Writer,
     has_region,
+    keeps_qkv,
     key_region,
     own_keys,
+    saved_attention,
+    saved_qkv,
     state_of,
 )
 
@@ -119,19 +120,18 @@ def forward_parallel(
     tables: Sequence[TileTable],
     *,
     train: bool,
-    save_attention: bool,
+    save: str,
     overlap: bool,
 ) -> tuple[Instruction, ...]:
     """A block's forward; see ``schedule.forward_schedule``."""
     state = {*shape.state_in, *(name for _, name in shape.key_state)}
     mixed = {name for _, name in shape.mixer_values}
     kept = {*shape.later, *shape.state_out, *(state if train else ())}
+    if train:
+        kept.update(saved_attention(shape, save))
+        kept.update(x for x in saved_qkv(shape, save) if x.endswith("^"))
     write, lives = Writer(kept), Lifetimes(shape, tables, counts)
     moves = Exchanges(shape, write, lives, state | mixed)
-
-    def prefetch(sequence: int, chunk: int) -> None:
-        if chunk < counts[sequence] and (sequence, chunk) not in moves.prepared:
-            write.add(*(Prefetch(name, chunk) for name in state_of(shape, sequence)))
 
     def prepare(sequence: int, chunk: int) -> None:
         moves.prepare(sequence, chunk)
@@ -142,10 +142,7 @@ def forward_parallel(
         prepare(0, i)
         for a, table in enumerate(tables):
             for j in table.keys_of(i):
-                if shape.key_sequences[a]:
-                    prefetch(shape.key_sequences[a], j + 1)
                 prepare(shape.key_sequences[a], j)
-        prefetch(0, i + 1)
 
     def attends(i: int) -> None:
         moves.arrive(0, i)
@@ -171,17 +168,9 @@ def forward_parallel(
             write.add(Wait(Transfer.OUT, 0, i))
         if shape.post is not None:
             write.add(Run("post", i))
-        for name in shape.state_out:
-            if name not in shape.state_in:
-                write.add(Save(name, i))
         for name, lse, _, _, _ in shape.attentions:
-            if train and save_attention:
-                if name not in shape.state_out:
-                    write.add(Save(name, i))
-                write.add(Save(lse, i))
-            else:
-                write.drop(name, i)
-                write.drop(lse, i)
+            write.drop(name, i)
+            write.drop(lse, i)
         unread = {name for _, name in own_keys(shape)}
         for name in shape.state_in:
             if name not in unread:
@@ -190,7 +179,6 @@ def forward_parallel(
     if shape.num_mixers:
         for n, count in enumerate(counts):
             for i in range(count):
-                prefetch(n, i + 1)
                 prepare(n, i)
         write.add(*(Mix(m) for m in range(shape.num_mixers)))
     last = counts[0] - 1
@@ -217,14 +205,16 @@ def backward_parallel(
     counts: tuple[int, ...],
     tables: Sequence[TileTable],
     *,
-    save_attention: bool,
+    save: str,
     keep: bool,
     overlap: bool,
+    order: str,
 ) -> tuple[Instruction, ...]:
     """A block's backward; see ``schedule.backward_schedule``."""
     state = {*shape.state_in, *(name for _, name in shape.key_state)}
     mixed = {name for _, name in shape.mixer_values}
-    saved = [n for a in shape.attentions for n in a[:2]] if save_attention else []
+    recomputes = save == "hidden"
+    saved = [*saved_attention(shape, save), *saved_qkv(shape, save)]
     write = Writer({*state, *shape.state_out, *saved} if keep else ())
     lives = Lifetimes(shape, tables, counts)
     moves = Exchanges(shape, write, lives, state | mixed)
@@ -233,17 +223,14 @@ def backward_parallel(
     done: set[Place] = set()
     returning: list[Place] = []
 
-    def prefetch(names: Sequence[str], chunk: int, count: int = num_chunks) -> None:
-        if 0 <= chunk < count:
-            write.add(*(Prefetch(name, chunk) for name in names))
-
     def recompute() -> None:
+        if keeps_qkv(shape, save):
+            return
         for n, count in enumerate(counts):
             backward = shape.pre_backward if n == 0 else shape.keys_backward[n - 1]
             needed = has_region(shape, n) and (backward or shape.attentions)
             if needed or shape.num_mixers or exchanged(shape, n):
                 for i in range(count):
-                    prefetch(state_of(shape, n), i + 1, count)
                     moves.prepare(n, i)
                     if not overlap:
                         moves.arrive(n, i)
@@ -254,7 +241,7 @@ def backward_parallel(
 
     def attends(i: int) -> None:
         """Attention again, where its output was not saved."""
-        if save_attention or not shape.attentions:
+        if not recomputes or not shape.attentions:
             return
         for a, table in enumerate(tables):
             keys = table.keys_of(i)
@@ -263,21 +250,24 @@ def backward_parallel(
         write.add(Send(Transfer.OUT, 0, i))
 
     def post(i: int) -> None:
-        prefetch([*saved, *shape.state_in], i - 1)
-        if not save_attention and shape.attentions:
+        if recomputes and shape.attentions:
             write.add(Wait(Transfer.OUT, 0, i))
         if shape.post_backward:
             write.add(RunBackward("post", i))
         if shape.attentions:
             write.add(Send(Transfer.GRAD_OUT, 0, i))
 
-    def tiles(i: int) -> None:
+    def out_grad(i: int) -> None:
         if shape.attentions:
             write.add(Wait(Transfer.GRAD_OUT, 0, i))
-        for a, table in enumerate(tables):
-            keys = table.keys_of(i)
-            write.add(*(AttendBackward(a, i, j, table.kinds[i][j]) for j in keys))
-            lives.done(a, i, keys)
+
+    def tiles(places: Sequence[tuple[int, int, int]]) -> None:
+        for a, i, j in places:
+            write.add(AttendBackward(a, i, j, tables[a].kinds[i][j]))
+            lives.done(a, i, [j])
+
+    def finish(i: int) -> None:
+        """The query chunk has seen all its keys."""
         for name, lse, _, _, _ in shape.attentions:
             write.drop(in_heads(name), i)
             if name not in shape.state_in:
@@ -330,24 +320,51 @@ def backward_parallel(
             returning.remove(place)
             before(*place)
 
-    recompute()
-    ahead = overlap and num_chunks > 1
-    if ahead:
-        attends(num_chunks - 1)
-        post(num_chunks - 1)
-    for i in reversed(range(num_chunks)):
-        if not ahead:
+    def queries_outer() -> None:
+        last = num_chunks - 1
+        ahead = overlap and last > 0
+        if ahead:
+            attends(last)
+            post(last)
+        for i in reversed(range(num_chunks)):
+            if not ahead:
+                attends(i)
+                post(i)
+            elif i > 0:
+                attends(i - 1)
+                if not recomputes:
+                    post(i - 1)
+            out_grad(i)
+            tiles(lives.tiles_of_query(i))
+            finish(i)
+            if ahead and i > 0 and recomputes:
+                post(i - 1)
+            if not shape.num_mixers:
+                hand_back_complete()
+
+    def keys_outer() -> None:
+        for i in reversed(range(num_chunks)):
             attends(i)
             post(i)
-        elif i > 0:
-            attends(i - 1)
-            if save_attention:
-                post(i - 1)
-        tiles(i)
-        if ahead and i > 0 and not save_attention:
-            post(i - 1)
-        if not shape.num_mixers:
-            hand_back_complete()
+            if not overlap:
+                out_grad(i)
+            elif i + 1 < num_chunks:
+                out_grad(i + 1)
+        if overlap:
+            out_grad(0)
+        for j in range(max(counts)):
+            tiles(lives.tiles_of_key(j))
+            for i in range(num_chunks):
+                if i not in finished and not lives.unfinished(i):
+                    finish(i)
+            if not shape.num_mixers:
+                hand_back_complete()
+
+    recompute()
+    if order == "queries":
+        queries_outer()
+    else:
+        keys_outer()
     if shape.num_mixers:
         write.add(*(MixBackward(m) for m in range(shape.num_mixers)))
         hand_back_complete()

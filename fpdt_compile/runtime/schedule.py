@@ -30,10 +30,8 @@ from .instructions import (
     Instruction,
     Mix,
     MixBackward,
-    Prefetch,
     Run,
     RunBackward,
-    Save,
 )
 from .program import BlockProgram, OperandKind, RegionCall
 
@@ -70,6 +68,8 @@ class BlockShape:
     post_backward: bool
     held: tuple[str, ...]
     later: tuple[str, ...]
+    reads: tuple[tuple[str, tuple[str, ...]], ...]  # by region
+    trained: tuple[tuple[str, tuple[str, ...]], ...]  # those that get a gradient
 
 
 def block_shape(
@@ -94,6 +94,16 @@ def block_shape(
 
     def trains(call: RegionCall | None) -> bool:
         return call is not None and call.needs_backward
+
+    regions = {"pre": block.pre, "post": block.post}
+    regions.update((key_region(n), call) for n, call in enumerate(block.keys, 1))
+
+    def operands(call: RegionCall | None, *, trained: bool) -> tuple[str, ...]:
+        return owns(
+            o.name
+            for o in (() if call is None else call.operands)
+            if o.kind is OperandKind.TOKEN and (o.needs_grad or not trained)
+        )
 
     mixed: dict[str, int] = {}
     for mixer in block.mixers:
@@ -122,6 +132,8 @@ def block_shape(
         post_backward=trains(block.post),
         held=owns(name for name in read if name in earlier),
         later=owns(name for name in read if name in later),
+        reads=tuple((r, operands(x, trained=False)) for r, x in regions.items()),
+        trained=tuple((r, operands(x, trained=True)) for r, x in regions.items()),
     )
     return shape, {short_name: name for name, short_name in short.items()}
 
@@ -140,6 +152,28 @@ class Lifetimes:
             for i in range(counts[0]):
                 for j in table.keys_of(i):
                     self.waiting[a][j].add(i)
+
+    def tiles_of_query(self, query: int) -> list[tuple[int, int, int]]:
+        """(attention, query, key) of the tiles of a query chunk that have not been done."""
+        return [
+            (a, query, j)
+            for a, waiting in enumerate(self.waiting)
+            for j, queries in enumerate(waiting)
+            if query in queries
+        ]
+
+    def tiles_of_key(self, key: int) -> list[tuple[int, int, int]]:
+        """The same of the key chunks of that number (of any sequence)."""
+        return [
+            (a, i, key)
+            for a, waiting in enumerate(self.waiting)
+            if key < len(waiting)
+            for i in sorted(waiting[key])
+        ]
+
+    def unfinished(self, query: int) -> bool:
+        """Whether any tile of a query chunk has not been done."""
+        return any(query in queries for keys in self.waiting for queries in keys)
 
     def done(self, attention: int, query: int, keys: Sequence[int]) -> None:
         for j in keys:
@@ -172,20 +206,43 @@ class Writer:
             self.out.append(Drop(name, chunk))
 
 
+def saved_attention(shape: BlockShape, save: str) -> tuple[str, ...]:
+    """What attentions leave for the backward."""
+    if save == "hidden":
+        return ()
+    return tuple(name for a in shape.attentions for name in a[:2])
+
+
+def keeps_qkv(shape: BlockShape, save: str) -> bool:
+    """Whether pre is not run again in the backward. A mixer reads what pre makes, so it is then."""
+    return save == "qkv" and not shape.num_mixers
+
+
+def saved_qkv(shape: BlockShape, save: str) -> tuple[str, ...]:
+    """What pre and keys leave for the backward."""
+    if not keeps_qkv(shape, save):
+        return ()
+    made = [*(shape.pre or ()), *(name for names in shape.keys for name in names or ())]
+    return (*made, *(f"{x}^" for a in shape.attentions for x in a[2:]))
+
+
 def forward_schedule(
     shape: BlockShape,
     counts: tuple[int, ...],
     tables: Sequence[TileTable],
     *,
     train: bool,
-    save_attention: bool,
+    save: str,
 ) -> tuple[Instruction, ...]:
     """A block's forward. ``train`` keeps the state for the backward; else it is dropped.
 
-    ``counts`` are the numbers of chunks of the block's sequences.
+    ``counts`` are the numbers of chunks of the block's sequences. ``save`` is what is kept besides:
+    "hidden" (nothing), "attention" or "qkv".
     """
     state = {*shape.state_in, *(name for _, name in shape.key_state)}
     kept = {*shape.later, *shape.state_out, *(state if train else ())}
+    if train:
+        kept.update(saved_attention(shape, save), saved_qkv(shape, save))
     write, lives = Writer(kept), Lifetimes(shape, tables, counts)
     ready: set[tuple[int, int]] = set()
 
@@ -196,14 +253,9 @@ def forward_schedule(
         if has_region(shape, sequence):
             write.add(Run(key_region(sequence), chunk))
 
-    def prefetch(sequence: int, chunk: int) -> None:
-        if chunk < counts[sequence] and (sequence, chunk) not in ready:
-            write.add(*(Prefetch(name, chunk) for name in state_of(shape, sequence)))
-
     if shape.num_mixers:
         for n, count in enumerate(counts):
             for i in range(count):
-                prefetch(n, i + 1)
                 prepare(n, i)
         write.add(*(Mix(m) for m in range(shape.num_mixers)))
 
@@ -211,11 +263,7 @@ def forward_schedule(
         prepare(0, i)
         for a, table in enumerate(tables):
             for j in table.keys_of(i):
-                sequence = shape.key_sequences[a]
-                if sequence:
-                    prefetch(sequence, j + 1)
-                prepare(sequence, j)
-        prefetch(0, i + 1)
+                prepare(shape.key_sequences[a], j)
         for a, table in enumerate(tables):
             keys = table.keys_of(i)
             write.add(*(Attend(a, i, j, table.kinds[i][j]) for j in keys))
@@ -233,17 +281,9 @@ def forward_schedule(
                             write.drop(name, j)
         if shape.post is not None:
             write.add(Run("post", i))
-        for name in shape.state_out:
-            if name not in shape.state_in:
-                write.add(Save(name, i))
         for name, lse, _, _, _ in shape.attentions:
-            if train and save_attention:
-                if name not in shape.state_out:
-                    write.add(Save(name, i))
-                write.add(Save(lse, i))
-            else:
-                write.drop(name, i)
-                write.drop(lse, i)
+            write.drop(name, i)
+            write.drop(lse, i)
         for sequence, name in shape.mixer_values:
             if sequence == 0 and name not in state:
                 write.drop(name, i)
@@ -282,26 +322,23 @@ def backward_schedule(
     counts: tuple[int, ...],
     tables: Sequence[TileTable],
     *,
-    save_attention: bool,
+    save: str,
     keep: bool,
+    order: str,
 ) -> tuple[Instruction, ...]:
-    """A block's backward. ``keep``: the graph is retained, so saved values stay."""
+    """A block's backward. ``keep``: the graph is retained, so saved values stay; ``save`` as in
+    the forward; ``order`` is what the loop over tiles has outside, "queries" or "keys"."""
     lives = Lifetimes(shape, tables, counts)
     state = {*shape.state_in, *(name for _, name in shape.key_state)}
-    saved_names = [n for a in shape.attentions for n in a[:2]] if save_attention else []
-    write = Writer({*state, *shape.state_out, *saved_names} if keep else ())
+    saved = (*saved_attention(shape, save), *saved_qkv(shape, save))
+    write = Writer({*state, *shape.state_out, *saved} if keep else ())
     num_chunks = counts[0]
-
-    def prefetch(names: Sequence[str], chunk: int, count: int = num_chunks) -> None:
-        if 0 <= chunk < count:
-            write.add(*(Prefetch(name, chunk) for name in names))
 
     for n, count in enumerate(counts):
         backward = shape.pre_backward if n == 0 else shape.keys_backward[n - 1]
         needed = has_region(shape, n) and (backward or shape.attentions)
-        if needed or shape.num_mixers:
+        if (needed or shape.num_mixers) and not keeps_qkv(shape, save):
             for i in range(count):
-                prefetch(state_of(shape, n), i + 1, count)
                 if has_region(shape, n):
                     write.add(Run(key_region(n), i))
     write.add(*(Mix(m) for m in range(shape.num_mixers)))
@@ -309,8 +346,7 @@ def backward_schedule(
     done: set[tuple[int, int]] = set()
 
     def post(i: int) -> None:
-        prefetch([*saved_names, *shape.state_in], i - 1)
-        if not save_attention:
+        if save == "hidden":
             for a, table in enumerate(tables):
                 write.add(
                     *(Attend(a, i, j, table.kinds[i][j]) for j in table.keys_of(i))
@@ -319,11 +355,12 @@ def backward_schedule(
         if shape.post_backward:
             write.add(RunBackward("post", i))
 
-    def tiles(i: int) -> None:
-        for a, table in enumerate(tables):
-            keys = table.keys_of(i)
-            write.add(*(AttendBackward(a, i, j, table.kinds[i][j]) for j in keys))
-            lives.done(a, i, keys)
+    def tile(a: int, i: int, j: int) -> None:
+        write.add(AttendBackward(a, i, j, tables[a].kinds[i][j]))
+        lives.done(a, i, [j])
+
+    def finish(i: int) -> None:
+        """The query chunk has seen all its keys."""
         for name, lse, _, _, _ in shape.attentions:
             if name not in shape.state_in:
                 write.drop(name, i)
@@ -357,11 +394,25 @@ def backward_schedule(
                 if complete and (sequence, c) not in done:
                     before(sequence, c)
 
-    for i in reversed(range(num_chunks)):
-        post(i)
-        tiles(i)
-        if not shape.num_mixers:
-            before_all_complete()
+    if order == "queries":
+        for i in reversed(range(num_chunks)):
+            post(i)
+            for place in lives.tiles_of_query(i):
+                tile(*place)
+            finish(i)
+            if not shape.num_mixers:
+                before_all_complete()
+    else:
+        for i in reversed(range(num_chunks)):
+            post(i)
+        for j in range(max(counts)):
+            for place in lives.tiles_of_key(j):
+                tile(*place)
+            for i in range(num_chunks):
+                if i not in finished and not lives.unfinished(i):
+                    finish(i)
+            if not shape.num_mixers:
+                before_all_complete()
     if shape.num_mixers:
         write.add(*(MixBackward(m) for m in range(shape.num_mixers)))
         before_all_complete()

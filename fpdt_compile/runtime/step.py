@@ -6,6 +6,7 @@ graph does: there is no state between steps, so an error in one leaves nothing b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..graph import MaskGraph, ScoreGraph, TileKind, TileTable
+from ..plan import ChunkPlan
 from .agreement import agree_on_step
 from .attention import TileRunner
 from .chunks import (
@@ -25,7 +27,8 @@ from .chunks import (
     parts,
     split_axis,
 )
-from .gradients import ParameterGradients, ValueGradients, sum_dtype
+from .copies import Placement
+from .gradients import ParameterGradients, ValueGradients, grad_of, sum_dtype
 from .layout import SequenceLayout
 from .masks import MaskEvaluator
 from .program import (
@@ -38,7 +41,7 @@ from .program import (
 from .ranks import Ranks
 from .scores import ScoreEvaluator
 from .sharing import gather_inputs, same_randomness
-from .stores import ValueStore
+from .stores import Key, ValueStore
 
 MaskKey = tuple[str, sympy.Symbol, sympy.Symbol]
 
@@ -55,28 +58,24 @@ class Step:
         self,
         program: ChunkProgram,
         inputs: Sequence[Any],
+        plan: ChunkPlan,
         *,
-        chunk_len: int,
-        head_len: int,
-        tier: str,
-        save_attention: bool,
+        offload_dir: str | os.PathLike[str] | None = None,
         ranks: Ranks | None = None,
         sharded: bool = False,
-        overlap: bool = True,
-        reduce_gradients: bool = True,
     ) -> None:
         self.program = program
         self.ranks = Ranks() if ranks is None else ranks
         self.sharded = sharded and self.parallel
-        self.overlap = overlap
-        self.reduce_gradients = reduce_gradients
+        self.overlap = plan.overlap
+        self.reduce_gradients = plan.reduce_gradients
         self.outside_symbols = program.symbols(inputs)
         self.symbols = self.outside_symbols
         if self.parallel:
             self.symbols = agree_on_step(self.ranks, program, inputs, self.sharded)
         size, rank = self.ranks.size, self.ranks.rank
         self.layouts = {
-            symbol: SequenceLayout.of(self.symbols[symbol], chunk_len, size)
+            symbol: SequenceLayout.of(self.symbols[symbol], plan.chunk_len, size)
             for symbol in program.token_symbols
         }
         self.bounds: dict[sympy.Symbol, Bounds] = {
@@ -89,15 +88,25 @@ class Step:
             symbol: layout.local(rank) if self.sharded else self.own[symbol]
             for symbol, layout in self.layouts.items()
         }
-        self.head_len = head_len
-        self.tier = tier
-        self.save_attention = save_attention
+        self.head_len = plan.head_len
+        num_tokens = max((x.num_tokens(rank) for x in self.layouts.values()), default=0)
+        self.saves = plan.saves(num_tokens)
+        self.order = plan.order
         self.inputs = dict(zip(program.input_names, inputs, strict=True))
         self.vectors: dict[str, Any] = {}
-        self.store = ValueStore()
-        self.grads = ValueGradients()
-        # Of one-pass heads, by head: gradients for a unit gradient of its total, and that gradient.
-        self.unit_grads: dict[tuple[str, int], dict[int, Tensor]] = {}
+        self.store = ValueStore(
+            self.device, directory=offload_dir, record=self.ranks.record
+        )
+        self.placement = Placement(
+            hidden=plan.hidden,
+            attention=plan.attention,
+            kv=plan.kv_tier(num_tokens),
+            copied=tuple(self.store.tiers),
+            lookahead=plan.lookahead,
+        )
+        self.grads = ValueGradients(self.store)
+        self.pending_backwards = 0
+        # Of one-pass heads: the gradient of its total, by which its gradients are multiplied.
         self.unit_scales: dict[int, Tensor] = {}
         self.keep_graph = False
         self.random_states: dict[str, tuple[Tensor, Tensor | None]] = {}
@@ -161,14 +170,25 @@ class Step:
     def put(self, name: str, chunk: int, value: Tensor) -> None:
         self.store.put((name, chunk), value)
 
-    def save(self, name: str, chunk: int) -> None:
+    def save(self, name: str, chunk: int, tier: str) -> None:
         """Move a value to the tier where it waits (graph inputs stay where they are)."""
         if (name, chunk) in self.store:
-            self.store.move((name, chunk), self.tier)
+            self.store.save((name, chunk), tier)
+
+    def save_hidden(self, name: str, chunk: int) -> None:
+        """The same for a hidden state or its gradient."""
+        self.save(name, chunk, self.placement.hidden)
 
     def prefetch(self, name: str, chunk: int) -> None:
+        """Start to bring back a value; with a gradient, those of one-pass heads."""
+        heads = range(len(self.program.heads)) if name.endswith("'") else ()
+        for key in ((name, chunk), *(((f"{name}{head}"), chunk) for head in heads)):
+            if key in self.store:
+                self.store.prefetch(key)
+
+    def release(self, name: str, chunk: int) -> None:
         if (name, chunk) in self.store:
-            self.store.prefetch((name, chunk))
+            self.store.release((name, chunk))
 
     def drop(self, name: str, chunk: int) -> None:
         if (name, chunk) in self.store:
@@ -217,17 +237,18 @@ class Step:
 
     def take_value_grad(self, name: str, chunk: int) -> Tensor | None:
         """The finished gradient of a chunk value; None if nothing gave one (a detach)."""
-        key = (name, chunk)
-        grad = self.grads.take(key)
-        units = self.unit_grads.get(key, {})
+        grad = self.grads.take((name, chunk))
         for head, scale in self.unit_scales.items():
-            if head not in units:
+            key = unit_grad(name, chunk, head)
+            if key not in self.store:
                 continue
-            factor = scale.to(units[head].dtype)
             if self.keep_graph:
-                scaled = units[head] * factor
+                unit = self.store.get(key)
+                scaled = unit * scale.to(unit.dtype)
             else:
-                scaled = units.pop(head).mul_(factor)
+                unit = self.store.pop(key)
+                assert unit is not None
+                scaled = unit.mul_(scale.to(unit.dtype))
             grad = scaled if grad is None else grad + scaled
         return grad
 
@@ -278,6 +299,7 @@ class Step:
             None if call.seed is None else self.whole(call.seed),
             self.mask(None if call.tile_mask is None else call.tile_mask.passes, call),
             call.shares[self.ranks.rank].queries,
+            self.store,
         )
 
     def table(self, call: AttentionCall) -> TileTable:
@@ -291,6 +313,11 @@ class Step:
             else:
                 self.tables[key] = plain_table(*map(len, bounds), call.is_causal)
         return self.tables[key]
+
+
+def unit_grad(name: str, chunk: int, head: int) -> Key:
+    """Where a one-pass head's gradient of a value waits for that of its total."""
+    return f"{grad_of(name)}{head}", chunk
 
 
 def plain_table(num_queries: int, num_keys: int, is_causal: bool) -> TileTable:
