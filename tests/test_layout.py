@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from test_schedule import CROSS, DECODER
 
 import fpdt_compile
+from fpdt_compile.config import ORDER
 from fpdt_compile.errors import InvariantError
+from fpdt_compile.plan import LEVELS
 from fpdt_compile.runtime.instructions import (
     Attend,
     Send,
@@ -109,7 +111,6 @@ send     q, k, v to heads s0[0]
 drop     q[0]
 drop     k[0]
 drop     v[0]
-prefetch h0[1]
 run      pre[1]
 send     q, k, v to heads s0[1]
 drop     q[1]
@@ -134,31 +135,26 @@ drop     k^[1]
 drop     v^[1]
 wait     out to tokens s0[0]
 run      post[0]
-save     h1[0]
-save     o[0]
-save     o.lse[0]
 wait     out to tokens s0[1]
-run      post[1]
-save     h1[1]
-save     o[1]
-save     o.lse[1]""",
+run      post[1]""",
         )
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("shape", [DECODER, CROSS])
-@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("save", LEVELS)
+@pytest.mark.parametrize("order", ORDER)
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_exchange_is_waited_for_before_its_use(shape, overlap, save, causal):
+def test_every_exchange_is_waited_for_before_its_use(
+    shape, overlap, save, order, causal
+):
     cross = shape is CROSS
     counts = (3, 3) if cross else (3,)
     tables = (plain_table(3, 3, causal and not cross),)
     schedules = [
-        forward_parallel(
-            shape, counts, tables, train=True, save=save, overlap=overlap
-        ),
+        forward_parallel(shape, counts, tables, train=True, save=save, overlap=overlap),
         backward_parallel(
-            shape, counts, tables, save=save, keep=False, overlap=overlap
+            shape, counts, tables, save=save, keep=False, overlap=overlap, order=order
         ),
     ]
     for schedule in schedules:

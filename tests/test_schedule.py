@@ -9,7 +9,9 @@ from expecttest import TestCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fpdt_compile.config import ORDER
 from fpdt_compile.graph import TileKind, TileTable
+from fpdt_compile.plan import LEVELS
 from fpdt_compile.runtime.chunks import chunk_bounds
 from fpdt_compile.runtime.instructions import (
     Attend,
@@ -18,7 +20,6 @@ from fpdt_compile.runtime.instructions import (
     Finish,
     Run,
     RunBackward,
-    Save,
     text,
 )
 from fpdt_compile.runtime.schedule import (
@@ -44,6 +45,8 @@ DECODER = BlockShape(
     post_backward=True,
     held=(),
     later=(),
+    reads=(("pre", ("h0",)), ("post", ("h0", "o"))),
+    trained=(("pre", ("h0",)), ("post", ("h0", "o"))),
 )
 # Queries from h0, keys and values from another sequence, whose state a later block reads too.
 CROSS = replace(
@@ -54,7 +57,11 @@ CROSS = replace(
     key_sequences=(1,),
     keys_backward=(True,),
     later=("e",),
+    reads=(("pre", ("h0",)), ("post", ("h0", "o")), ("keys1", ("e",))),
+    trained=(("pre", ("h0",)), ("post", ("h0", "o")), ("keys1", ("e",))),
 )
+SAVES = st.sampled_from(LEVELS)
+ORDERS = st.sampled_from(ORDER)
 
 
 class Golden(TestCase):
@@ -66,14 +73,10 @@ class Golden(TestCase):
             text(schedule),
             """\
 run      pre[0]
-prefetch h0[1]
 attend   a0 q[0] k[0] causal
 finish   a0 q[0]
 drop     q[0]
 run      post[0]
-save     h1[0]
-save     o[0]
-save     o.lse[0]
 run      pre[1]
 attend   a0 q[1] k[0] full
 attend   a0 q[1] k[1] causal
@@ -83,25 +86,23 @@ drop     k[0]
 drop     v[0]
 drop     k[1]
 drop     v[1]
-run      post[1]
-save     h1[1]
-save     o[1]
-save     o.lse[1]""",
+run      post[1]""",
         )
 
     def test_causal_backward(self):
         schedule = backward_schedule(
-            DECODER, (2,), (plain_table(2, 2, True),), save="attention", keep=False
+            DECODER,
+            (2,),
+            (plain_table(2, 2, True),),
+            save="attention",
+            keep=False,
+            order="queries",
         )
         self.assertExpectedInline(
             text(schedule),
             """\
-prefetch h0[1]
 run      pre[0]
 run      pre[1]
-prefetch o[0]
-prefetch o.lse[0]
-prefetch h0[0]
 backward post[1]
 attend'  a0 q[1] k[0] full
 attend'  a0 q[1] k[1] causal
@@ -160,12 +161,10 @@ def sources_of(shape, region):
 
 
 @settings(max_examples=120)
-@given(blocks(), st.booleans(), st.booleans())
+@given(blocks(), st.booleans(), SAVES)
 def test_forward_invariants(block, train, save):
     shape, table, counts = block
-    schedule = forward_schedule(
-        shape, counts, (table,), train=train, save=save
-    )
+    schedule = forward_schedule(shape, counts, (table,), train=train, save=save)
     state = {("h0", i) for i in range(counts[0])}
     if shape is CROSS:
         state |= {("e", i) for i in range(counts[1])}
@@ -185,8 +184,6 @@ def test_forward_invariants(block, train, save):
                 tiles.append((i, j))
             case Finish(0, i):
                 live |= {("o", i), ("o.lse", i)}
-            case Save(name, i):
-                assert (name, i) in live
             case Drop(name, i):
                 assert (name, i) in live
                 live.discard((name, i))
@@ -194,22 +191,32 @@ def test_forward_invariants(block, train, save):
     assert sorted(tiles) == [(i, j) for i in range(n) for j in table.keys_of(i)]
     left = Counter(name for name, _ in live)
     kept = {"h1": n} | ({"h0": n} if train else {})
-    kept |= {"o": n, "o.lse": n} if train and save else {}
+    if train and save != "hidden":
+        kept |= {"o": n, "o.lse": n}
+    if train and save == "qkv":
+        kept |= {"q": n, "k": counts[-1], "v": counts[-1]}
     kept |= {"e": counts[1]} if shape is CROSS else {}
-    assert left == kept
+    made = {j for i in range(n) for j in table.keys_of(i)}
+    if shape is CROSS and save == "qkv" and train:
+        kept |= {"k": len(made), "v": len(made)}
+    assert left == Counter({name: count for name, count in kept.items() if count})
 
 
 @settings(max_examples=120)
-@given(blocks(), st.booleans(), st.booleans(), st.booleans())
-def test_backward_invariants(block, save, keep, held):
+@given(blocks(), SAVES, st.booleans(), st.booleans(), ORDERS)
+def test_backward_invariants(block, save, keep, held, order):
     shape, table, counts = block
     if held:
         shape = replace(shape, held=("e",) if shape.key_state else ())
     schedule = backward_schedule(
-        shape, counts, (table,), save=save, keep=keep
+        shape, counts, (table,), save=save, keep=keep, order=order
     )
     cross, n = bool(shape.key_state), counts[0]
-    saved = {(name, i) for name in ("h0", *(["o", "o.lse"] * save)) for i in range(n)}
+    names = ["h0", *(["o", "o.lse"] if save != "hidden" else [])]
+    saved = {(name, i) for name in names for i in range(n)}
+    if save == "qkv":
+        saved |= {("q", i) for i in range(n)}
+        saved |= {(name, j) for name in "kv" for j in range(counts[-1])}
     states = {("e", i) for i in range(counts[1])} if cross else set()
     live = saved | states
     done: set[tuple[int, int]] = set()
