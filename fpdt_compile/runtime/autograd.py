@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from .._torch_private import get_keep_graph
 from ..errors import FpdtError
 from .executor import BlockExecutor, run_region, run_region_backward
+from .forecast import Forecast
 from .gradients import grad_of
 from .head import HeadExecutor
 from .mixers import own_grad, whole_grad
@@ -87,6 +88,10 @@ class StageNode(torch.autograd.Function):
         # Raises if the graph was freed, or a parameter was changed since the forward.
         _ = ctx.saved_tensors
         step, stage = ctx.step, ctx.stage
+        if step.store.closed:
+            raise FpdtError(
+                "backward: an earlier backward of this step failed; run it anew"
+            )
         step.keep_graph = get_keep_graph()
         with closed_on_error(step), no_autocast():
             stage.differentiate(step, grads[1:], step.keep_graph)
@@ -148,10 +153,18 @@ class StepRunner:
         step = self.make_step(inputs)
         train = torch.is_grad_enabled() and any(self.program.needs_grad.values())
         with closed_on_error(step):
+            self.reserve(step, train)
             results = self.run_stages(step, train)
         if not train or not step.pending_backwards:
             step.store.close()
         return results
+
+    def reserve(self, step: Step, train: bool) -> None:
+        """Take the disk space of the step now: a full disk is found before anything has changed."""
+        if "disk" in step.placement.tiers:
+            walk = Forecast(step, self.shapes, self.held, train)
+            walk.peaks()
+            step.store.reserve("disk", walk.walker.file_peak)
 
     def run_stages(self, step: Step, train: bool) -> list[Any]:
         token = torch.empty(0)

@@ -50,6 +50,10 @@ class Placement:
     copied: tuple[str, ...] = ()
     lookahead: int = 2
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return self.hidden, self.attention, self.kv
+
     def tier(self, kind: str) -> str:
         return {"hidden": self.hidden, "attention": self.attention, "kv": self.kv}[kind]
 

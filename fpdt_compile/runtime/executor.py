@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..graph import TileKind, TileTable
+from ..graph import TileKind
+from .block_schedule import block_schedule
 from .chunks import arrange, join_axis, same_storage
-from .copies import Placement, place_copies, split_name
+from .copies import split_name
 from .exchange import BlockExchange
 from .instructions import (
     Attend,
@@ -35,7 +35,7 @@ from .instructions import (
     Wait,
 )
 from .mixers import mix, mix_backward
-from .parallel_schedule import backward_parallel, forward_parallel, in_heads
+from .parallel_schedule import in_heads
 from .program import (
     AttentionCall,
     BlockProgram,
@@ -44,42 +44,8 @@ from .program import (
     OperandKind,
     RegionCall,
 )
-from .schedule import (
-    BlockShape,
-    backward_schedule,
-    forward_schedule,
-    key_region,
-)
+from .schedule import BlockShape, key_region
 from .step import Step
-
-
-@lru_cache(maxsize=8)  # few, because a long sequence's list is long
-def block_schedule(
-    shape: BlockShape,
-    counts: tuple[int, ...],
-    tables: tuple[TileTable, ...],
-    placement: Placement,
-    overlap: bool | None,
-    **choices: Any,
-) -> tuple[Instruction, ...]:
-    """The instructions of a block's forward (``train``) or backward (``keep``, ``order``), with
-    exchanges where ``overlap`` is not None."""
-    if overlap is not None:
-        choices["overlap"] = overlap
-    make = {
-        (False, False): backward_schedule,
-        (False, True): backward_parallel,
-        (True, False): forward_schedule,
-        (True, True): forward_parallel,
-    }["train" in choices, overlap is not None]
-    return place_copies(
-        make(shape, counts, tables, **choices),
-        shape,
-        counts,
-        placement,
-        parallel=overlap is not None,
-        saved=choices["save"] != "hidden",
-    )
 
 
 class BlockExecutor:

@@ -31,6 +31,10 @@ class HeadShare:
     def num_queries(self) -> int:
         return self.queries[1] - self.queries[0]
 
+    @property
+    def num_keys(self) -> int:
+        return self.keys[1] - self.keys[0]
+
 
 def even_parts(total: int, num_parts: int) -> list[Range]:
     """``total`` things in order for ``num_parts``; the first ones get one more."""

@@ -181,10 +181,14 @@ class Step:
 
     def prefetch(self, name: str, chunk: int) -> None:
         """Start to bring back a value; with a gradient, those of one-pass heads."""
-        heads = range(len(self.program.heads)) if name.endswith("'") else ()
-        for key in ((name, chunk), *(((f"{name}{head}"), chunk) for head in heads)):
+        for key in self.with_units(name, chunk):
             if key in self.store:
                 self.store.prefetch(key)
+
+    def with_units(self, name: str, chunk: int) -> list[Key]:
+        """A value; if it is a gradient, with those that one-pass heads left for it."""
+        heads = len(self.program.heads) if name.endswith("'") else 0
+        return [(name, chunk), *((f"{name}{head}", chunk) for head in range(heads))]
 
     def release(self, name: str, chunk: int) -> None:
         if (name, chunk) in self.store:

@@ -73,6 +73,11 @@ class _Entry:
     writing: Copy | None = None
     reading: Copy | None = None
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the device has a copy, or memory for one that is on its way."""
+        return self.tensor is not None or self.reading is not None
+
 
 def compact(value: Tensor) -> Tensor:
     """``value``, copied if it shares a larger storage."""
@@ -169,21 +174,20 @@ class ValueStore:
         entry = self.entries[key]
         if entry.stored is None or entry.dirty:
             return
-        entry.reading = None
-        if entry.tensor is not None:
-            entry.tensor = None
+        if entry.on_device:
             self.counters.hold("device", -entry.num_bytes)
+        entry.tensor = entry.reading = None
 
     def prefetch(self, key: Key) -> None:
         """Start bringing a value back to the device."""
         entry = self.entries[key]
-        if entry.tensor is not None or entry.reading is not None:
+        if entry.on_device:
             return
+        self.counters.hold("device", entry.num_bytes)
         assert entry.stored is not None and entry.writing is not None
         still = entry.writing.held
         if isinstance(still, Tensor) and still.device == entry.device:
             entry.tensor = still  # not written yet: the device copy is still there
-            self.counters.hold("device", entry.num_bytes)
             return
         tier = self.tiers[entry.tier]
         entry.reading = tier.read(label_of(key), entry.stored, entry.writing)
@@ -199,7 +203,6 @@ class ValueStore:
             assert entry.reading is not None
             entry.tensor = entry.reading.wait()
             entry.reading = None
-            self.counters.hold("device", entry.num_bytes)
         assert entry.tensor is not None
         return entry.tensor
 
@@ -227,7 +230,7 @@ class ValueStore:
         if entry.stored is None:
             self.counters.hold(entry.tier, -entry.num_bytes)
             return
-        if entry.tensor is not None:
+        if entry.on_device:
             self.counters.hold("device", -entry.num_bytes)
         self.counters.hold(entry.tier, -entry.num_bytes)
         self.tiers[entry.tier].free(entry.stored.place)
