@@ -138,7 +138,9 @@ def ours(model: LlamaForCausalLM, args: argparse.Namespace) -> Step:
             model,
             chunk_len=args.chunk_len,
             save=args.save,
+            order=args.order,
             offload=args.offload,
+            lookahead=args.lookahead,
             codegen=args.codegen,
         )
     )
@@ -159,6 +161,29 @@ def peak_mib() -> float:
     return peak / (1 << 20) if sys.platform == "darwin" else peak / 1024
 
 
+def limit_memory(limit_mib: int) -> None:
+    """Let private memory (RLIMIT_DATA) grow by so much from here on. An allocation beyond fails in
+    this process; a compiler that it starts has a limit of its own."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [x for x in status if x.startswith("VmData:")]
+    limit = int(line.split()[1]) * 1024 + (limit_mib << 20)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def store_numbers(model: torch.nn.Module) -> dict[str, Any]:
+    """Ours only: bytes copied by the last step, and seconds of copies that it waited for."""
+    from fpdt_compile.timeline import store_counters
+
+    counters = store_counters(model)
+    return {
+        "written_bytes": counters.written_bytes,
+        "read_bytes": counters.read_bytes,
+        "busy_s": counters.times.busy,
+        "exposed_s": counters.times.exposed,
+    }
+
+
 def compile_counts(model: torch.nn.Module) -> dict[str, int]:
     """Ours only: how much was captured and compiled."""
     import fpdt_compile
@@ -176,6 +201,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     step = BUILDERS[args.impl](model, args)
     ids = reference_tokens(args.seq)
     loaded_mib = peak_mib()
+    if args.limit_mib is not None:
+        limit_memory(args.limit_mib)
 
     seconds = []
     loss = float("nan")
@@ -199,6 +226,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "counts": compile_counts(model) if args.impl == "ours" else None,
+        "stores": store_numbers(model) if args.impl == "ours" else None,
     }
 
 
@@ -210,7 +238,10 @@ def main() -> None:
     parser.add_argument("--chunk-len", type=int)
     parser.add_argument("--save", default="attention")
     parser.add_argument("--offload", default="host")
+    parser.add_argument("--order", default="queries")
+    parser.add_argument("--lookahead", type=int, default=2)
     parser.add_argument("--codegen", default="inductor")
+    parser.add_argument("--limit-mib", type=int, help="data memory above the model's")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--result", type=Path, required=True)

@@ -2,6 +2,7 @@
 
     python benchmarks/step.py --alst-python PATH --json step.json
     python benchmarks/step.py --seq 8192 16384 --impl hand ours --rounds 3
+    python benchmarks/step.py --seq 16384 --impl ours --vary save=hidden offload=disk
     python benchmarks/step.py --compile-time --layers 2 12
     python benchmarks/step.py --memory-growth 8192 16384 32768
 
@@ -65,8 +66,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=positive, nargs="+", metavar="S")
     parser.add_argument("--layers", type=positive, nargs="+", default=[4])
     parser.add_argument("--chunk-len", type=positive, help="hand and ours")
-    parser.add_argument("--save", choices=["attention", "hidden"], default="attention")
-    parser.add_argument("--offload", default="host", help="ours: where to")
+    saves = ["hidden", "attention", "qkv"]
+    parser.add_argument("--save", choices=saves, default="attention")
+    parser.add_argument("--order", choices=["queries", "keys"], default="queries")
+    parser.add_argument("--offload", choices=["host", "disk", "none"], default="host")
+    parser.add_argument("--lookahead", type=int, default=2)
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        metavar="OPTION=VALUE",
+        help="ours only: rows of ours with these changes beside it, as in save=hidden",
+    )
     parser.add_argument("--codegen", default="inductor", help="ours: region bodies")
     parser.add_argument("--repeats", type=positive, default=3, help="timed steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps after the first")
@@ -95,11 +105,15 @@ def parse_arguments() -> argparse.Namespace:
         default_seq, default_impl = [8192], IMPLEMENTATIONS
     args.seq = args.seq or default_seq
     args.alst_left_out = False
+    for change in args.vary or ():
+        if "=" not in change:
+            parser.error(f"--vary: {change} is not OPTION=VALUE")
     if args.impl is None:
         args.impl = list(default_impl)
         if "alst" in default_impl and args.alst_python is None:
             args.impl.remove("alst")
             args.alst_left_out = True
+    args.impl += [f"ours {change}" for change in args.vary or ()]
     return args
 
 
@@ -110,23 +124,27 @@ class ContenderFailed(RuntimeError):
 def run_contender(impl: str, seq: int, layers: int, args: argparse.Namespace) -> Run:
     """One measurement in a fresh process with cold compiler caches."""
     python = args.alst_python if impl == "alst" else Path(sys.executable)
+    name, *changes = impl.split()  # "ours save=hidden"
     with tempfile.TemporaryDirectory(prefix="fpdt-bench-") as scratch:
         result = Path(scratch) / "result.json"
         command: list[str | Path] = [python, CONTENDER, "--result", result]
         options = {
-            "impl": impl,
+            "impl": name,
             "seq": seq,
             "layers": layers,
             "chunk-len": args.chunk_len,
             "save": args.save,
+            "order": args.order,
             "offload": args.offload,
+            "lookahead": args.lookahead,
             "codegen": args.codegen,
             "warmup": args.warmup,
             "repeats": args.repeats,
         }
-        for name, value in options.items():
+        options.update(change.split("=", 1) for change in changes)
+        for option, value in options.items():
             if value is not None:
-                command += [f"--{name}", str(value)]
+                command += [f"--{option}", str(value)]
         cache = Path(scratch) / "cache"
         done = subprocess.run(
             command,
@@ -142,7 +160,7 @@ def run_contender(impl: str, seq: int, layers: int, args: argparse.Namespace) ->
             if done.returncode == -9:
                 how = "killed, most likely out of memory"
             raise ContenderFailed(f"{impl} at S={seq}: {how}\n{tail}")
-        return json.loads(result.read_text())
+        return {**json.loads(result.read_text()), "impl": impl}
 
 
 def run_all(args: argparse.Namespace, console: Console) -> tuple[list[Run], list[str]]:
@@ -239,7 +257,9 @@ def step_table(entries: Sequence[Run], console: Console) -> None:
             f"{entry['loss']:.5f}",
             f"{entry['grad_norm']:.6f}",
             f"{entry['step_s']:.2f}",
-            f"{entry['compile_s']:.1f}" if entry["impl"] in COMPILING else "-",
+            f"{entry['compile_s']:.1f}"
+            if entry["impl"].split()[0] in COMPILING
+            else "-",
             f"{entry['above_mib']:.0f}",
             *ratios,
         )

@@ -9,9 +9,11 @@ from .errors import (
     OutputNotMaterialized,
     RankMismatch,
     Rejection,
+    StoreError,
 )
 from .explain import Report, explain
 from .sharding import shard_tokens, unshard_tokens
+from .timeline import plot_timeline, recorded_timeline, write_timeline
 
 __all__ = [
     "CantChunk",
@@ -21,11 +23,15 @@ __all__ = [
     "RankMismatch",
     "Rejection",
     "Report",
+    "StoreError",
     "chunked_loss",
     "compile_stats",
     "explain",
     "optimize",
+    "plot_timeline",
+    "recorded_timeline",
     "shard_tokens",
     "unshard_tokens",
+    "write_timeline",
 ]
 __version__ = "0.1.0"

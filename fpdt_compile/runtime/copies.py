@@ -225,6 +225,7 @@ def is_sum(name: str) -> bool:
 
 
 def computes(x: Instruction) -> bool:
+    """Whether an instruction takes time on the compute device."""
     return isinstance(x, (Run, RunBackward, Attend, AttendBackward, Mix, MixBackward))
 
 

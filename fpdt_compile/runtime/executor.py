@@ -16,7 +16,7 @@ from torch import Tensor
 from ..graph import TileKind
 from .block_schedule import block_schedule
 from .chunks import arrange, join_axis, same_storage
-from .copies import split_name
+from .copies import computes, split_name
 from .exchange import BlockExchange
 from .instructions import (
     Attend,
@@ -100,7 +100,7 @@ class BlockExecutor:
         for instruction in instructions:
             start = time.perf_counter()
             self.execute(instruction)
-            if not isinstance(instruction, (Send, Wait, Drop)):
+            if computes(instruction):
                 ranks.record("compute", str(instruction), start, time.perf_counter())
 
     def execute(self, instruction: Instruction) -> None:

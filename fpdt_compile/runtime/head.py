@@ -8,6 +8,7 @@ the backward.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,7 @@ class HeadExecutor:
         sums: list[Tensor | None] = [None] * len(call.results)
         for chunk, bounds in enumerate(step.own[call.symbol]):
             self.arrive(chunk)
+            start = time.perf_counter()
             buffers: dict[str, Tensor] = {}
             for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
@@ -49,6 +51,7 @@ class HeadExecutor:
                 for i in range(len(call.results)):
                     sums[i] = self.collect(sums[i], i, flat[i], chunk, piece)
                 del flat
+            self.record("head", chunk, start)
             for name, buffer in buffers.items():
                 key = unit_grad(name, chunk, self.index)
                 step.store.put(key, buffer)
@@ -94,6 +97,11 @@ class HeadExecutor:
                 return total
             return gather_tokens(step, f"gathering {result.name}", total, result.axis)
         return step.ranks.sum(f"sum of {result.name}", total).to(self.dtypes[index])
+
+    def record(self, label: str, chunk: int, start: float) -> None:
+        self.step.ranks.record(
+            "compute", f"{label}[{chunk}]", start, time.perf_counter()
+        )
 
     def state(self) -> list[str]:
         """The values the head starts from."""
@@ -166,6 +174,7 @@ class HeadExecutor:
         ]
         for chunk, bounds in enumerate(step.own[call.symbol]):
             self.arrive(chunk)
+            start = time.perf_counter()
             buffers: dict[str, Tensor] = {}
             for piece in step.head_pieces(bounds):
                 inputs = step.operands(call, chunk, piece)
@@ -183,6 +192,7 @@ class HeadExecutor:
                         self.write_piece(
                             buffers, operand.name, chunk, piece, flat[slot.results[0]]
                         )
+            self.record("head backward", chunk, start)
             for name, buffer in buffers.items():
                 step.grads.add((name, chunk), buffer, owned=True)
                 step.save_hidden(grad_of(name), chunk)
