@@ -33,7 +33,14 @@ def four() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"save": "hidden"}, {"overlap": False, "chunk_len": 5}]
+    "options",
+    [
+        {},
+        {"save": "hidden", "order": "keys"},
+        {"save": "qkv", "overlap": False, "chunk_len": 5},
+        {"save": "qkv", "offload": "disk", "order": "keys"},
+        {"offload": {"kv": "disk"}, "lookahead": 0},
+    ],
 )
 def test_two_ranks(two, options):
     rank_cases.check(two.run(rank_cases.compare, "llama", 2, options=options), CASTS)
@@ -93,7 +100,7 @@ def test_four_ranks(four, case):
     rank_cases.check(four.run(rank_cases.compare, case.pop("name"), 4, **case), CASTS)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     size=st.sampled_from([2, 4]),
     rows=st.integers(1, 3),

@@ -296,7 +296,7 @@ def backward_parallel(
         if backward or shape.attentions:
             write.add(RunBackward(key_region(sequence), i))
         for name in made or ():
-            if name not in state:
+            if name not in state and not keeps_qkv(shape, save):
                 write.drop(name, i)
         for n, name in shape.mixer_values:
             if n == sequence and name not in state:
