@@ -216,9 +216,15 @@ def offload_label(config: FpdtConfig, graph: torch.fx.Graph) -> str:
     device = next(value_of(n).device.type for n in graph.nodes if is_tensor(n))
     tiers = tiers_of(config.offload)
     if "disk" not in tiers.values():
+        unused = ""
+        if config.offload_dir is not None:
+            unused = '; offload_dir has no effect: no tier is "disk"'
         if device == "cpu" and config.offload != "none":
-            return f"offload={config.offload!r} has no effect on a CPU: main memory is the device"
-        return f"offload={config.offload}"
+            return (
+                f"offload={config.offload!r} has no effect on a CPU: main memory is the device"
+                + unused
+            )
+        return f"offload={config.offload}{unused}"
     if config.offload == "disk":
         return f"offload=disk in {config.offload_dir or tempfile.gettempdir()}"
     listed = ", ".join(f"{kind}: {tier}" for kind, tier in tiers.items())

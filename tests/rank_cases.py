@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+from odd_models import SequenceFirst, SharedProjection
 from tiny_models import PlainBlock, batch, pair
 from torch import nn
 from zoo_entries import ENTRIES
@@ -144,3 +145,40 @@ def layers(size: int, chunk_len: int = 4, length: int = 37) -> dict[str, Any]:
             for p, q in zip(model.parameters(), reference.parameters())
         ),
     }
+
+
+def odd_spellings(size: int) -> list[float]:
+    """q is k, values used elsewhere too, [S, B, d]."""
+    worst = []
+    for kind in (SharedProjection, SequenceFirst):
+        torch.manual_seed(0)
+        reference = kind().train()
+        model = copy.deepcopy(reference)
+        fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+        ids = batch(2, 21)["input_ids"]
+        step = compare_training(
+            model, reference, {"ids": ids, "labels": ids.roll(-1, 1)}, loss_of=same
+        )
+        worst += [step.loss_error, step.grad_error]
+    return worst
+
+
+def same(loss: Any) -> Any:
+    return loss
+
+
+def scaled_losses(size: int) -> list[float]:
+    """A loss that is divided by the caller's count, and labels that are shifted already."""
+    model, reference = pair("llama")
+    fpdt_compile.optimize(model, seq_parallel=size, **OPTIONS)
+    given, worst = batch(2, 21), []
+    for extra in (
+        {"num_items_in_batch": torch.tensor(17)},
+        {"shift_labels": given["labels"].roll(-1, 1)},
+    ):
+        for train in (True, False):
+            model.train(train)
+            reference.train(train)
+            step = compare_training(model, reference, {**given, **extra})
+            worst += [step.loss_error, step.grad_error]
+    return worst

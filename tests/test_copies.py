@@ -26,7 +26,9 @@ class Golden(TestCase):
             DECODER, (3,), tables, DISK, None, train=True, save="attention"
         )
         last = [x for x in schedule if getattr(x, "chunk", getattr(x, "query", 2)) == 2]
-        self.assertExpectedInline(text(last), """\
+        self.assertExpectedInline(
+            text(last),
+            """\
 prefetch h0[2]
 run      pre[2]
 release  h0[2]
@@ -46,7 +48,8 @@ drop     v[2]
 run      post[2]
 release  h0[2]
 save     o[2] to disk
-save     h1[2] to disk""")
+save     h1[2] to disk""",
+        )
 
     def test_main_memory_is_the_device(self):
         """On a CPU nothing is copied to main memory; what stays is only counted there."""
@@ -56,13 +59,16 @@ save     h1[2] to disk""")
             DECODER, (2,), tables, place, None, train=True, save="attention"
         )
         moves = [x for x in schedule if isinstance(x, (Save, Prefetch, Release))]
-        self.assertExpectedInline(text(moves), """\
+        self.assertExpectedInline(
+            text(moves),
+            """\
 save     o.lse[0] to host
 save     o[0] to host
 save     h1[0] to host
 save     o.lse[1] to host
 save     o[1] to host
-save     h1[1] to host""")
+save     h1[1] to host""",
+        )
 
     def test_nothing_is_moved_without_offload(self):
         schedule = block_schedule(

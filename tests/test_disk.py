@@ -17,7 +17,7 @@ from tiny_models import batch, plain_pair
 
 import fpdt_compile
 from fpdt_compile.api import backend_of
-from fpdt_compile.config import ORDER
+from fpdt_compile.config import KINDS, ORDER
 from fpdt_compile.errors import FpdtError, StoreError
 from fpdt_compile.plan import LEVELS
 from fpdt_compile.runtime import autograd, disk
@@ -161,6 +161,35 @@ def test_the_forecast_is_what_is_held(save, offload, order, tmp_path, monkeypatc
     peaks = backend_of(model).store_counters.peak_bytes
     for tier, expected in seen[0].items():
         assert expected == pytest.approx(peaks[tier], rel=0.1)
+
+
+def test_frozen_weights_and_adapters(tmp_path):
+    """No gradient of a frozen weight's input is written either."""
+    model, reference = plain_pair(layers=2)
+    for x in (model, reference):
+        x.requires_grad_(False)
+        x.blocks[1].up.requires_grad_(True)
+    fpdt_compile.optimize(model, offload_dir=tmp_path, **DISK)
+    check_equal(model, reference, batch(2, 40))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["hidden", "attention"])
+def test_bytes_written_are_the_formula(kind, tmp_path):
+    """Layers x S x d x itemsize, hidden states and gradients of the head's input; out and lse."""
+    model, _ = plain_pair(width=32, heads=4, groups=2, layers=3)
+    tiers = {**dict.fromkeys(KINDS, "none"), kind: "disk"}
+    fpdt_compile.optimize(model, offload=tiers, offload_dir=tmp_path, **EAGER)
+    inputs = batch(2, 40)
+    loss = model(inputs["input_ids"], inputs["labels"])
+    rows = 2 * 40
+    expected = {
+        "hidden": 5 * rows * 32 * 8,  # the embedding, 3 blocks, one gradient
+        "attention": 3 * rows * (32 * 8 + 4 * 8),
+    }
+    written = backend_of(model).store_counters.written_bytes
+    assert written["disk"] == expected[kind]
+    del loss
 
 
 def test_evaluation_and_an_unused_step_leave_nothing(pair, tmp_path):

@@ -173,6 +173,14 @@ def test_accumulated_and_scaled(two):
     assert max(two.run(rank_training.accumulate, 2)) < CASTS
 
 
+def test_spellings_and_layouts(two):
+    assert max(map(max, two.run(rank_cases.odd_spellings, 2))) < EXACT
+
+
+def test_counts_of_the_caller_and_shifted_labels(two):
+    assert max(map(max, two.run(rank_cases.scaled_losses, 2))) < CASTS
+
+
 def test_ignored_labels(two):
     for x in two.run(rank_training.ignored, 2):
         assert max(x.values()) < CASTS

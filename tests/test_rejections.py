@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from odd_models import SequenceFirst, SharedProjection
 from tiny_models import VOCAB, batch, plain_pair
 from torch import nn
 
@@ -195,44 +196,11 @@ def test_specialized_token_dimension_names_the_place():
 
 
 def test_parallel_attention_and_two_consumers():
-    """q, k and v used elsewhere too, q is k, keywords, and two attentions of one input."""
-
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(VOCAB, 32, dtype=torch.float64)
-            self.proj = nn.Linear(32, 32, dtype=torch.float64)
-            self.head = nn.Linear(32, VOCAB, dtype=torch.float64)
-
-        def forward(self, ids, labels):
-            x = self.embed(ids)
-            q = self.proj(x).view(*ids.shape, 4, 8).transpose(1, 2)
-            a = F.scaled_dot_product_attention(query=q, key=q, value=q, is_causal=True)
-            b = F.scaled_dot_product_attention(
-                q, q.tanh(), value=a.detach() + q, is_causal=True
-            )
-            x = x + (a + b * q).transpose(1, 2).flatten(2)
-            return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-    found, warned = run_both(Shared())
+    found, warned = run_both(SharedProjection())
     assert not warned and len(found.attentions) == 2
 
 
 def test_sequence_first_layout():
-    class SequenceFirst(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(VOCAB, 32, dtype=torch.float64)
-            self.qkv = nn.Linear(32, 96, dtype=torch.float64)
-            self.head = nn.Linear(32, VOCAB, dtype=torch.float64)
-
-        def forward(self, ids, labels):
-            x = self.embed(ids.t())  # [S, B, d]
-            q, k, v = self.qkv(x).unflatten(-1, (12, 8)).permute(1, 2, 0, 3).chunk(3, 1)
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + a.permute(2, 0, 1, 3).flatten(2)
-            return F.cross_entropy(self.head(x).flatten(0, 1), labels.t().flatten())
-
     found, warned = run_both(SequenceFirst())
     assert not warned and len(found.attentions) == 1
 
