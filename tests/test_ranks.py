@@ -38,8 +38,7 @@ def four() -> Iterator[RankPool]:
         {},
         {"save": "hidden", "order": "keys"},
         {"save": "qkv", "overlap": False, "chunk_len": 5},
-        {"save": "qkv", "offload": "disk", "order": "keys"},
-        {"offload": {"kv": "disk"}, "lookahead": 0},
+        {"save": "qkv", "offload": "disk", "order": "keys", "lookahead": 1},
     ],
 )
 def test_two_ranks(two, options):
