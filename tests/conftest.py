@@ -51,3 +51,16 @@ def _fresh_dynamo() -> Iterator[None]:
     """No test sees what an earlier one compiled."""
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def disk_pair(tmp_path: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model that offloads everything to ``tmp_path``, and the same model without."""
+    from disk_cases import DISK
+    from tiny_models import plain_pair
+
+    import fpdt_compile
+
+    model, reference = plain_pair(layers=2)
+    fpdt_compile.optimize(model, offload_dir=tmp_path, **DISK)
+    return model, reference

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from disk_cases import DISK, EAGER, check_equal, train
 from test_stores import delay_jobs
 from tiny_models import batch, plain_pair
 
 import fpdt_compile
 from fpdt_compile.api import backend_of
 from fpdt_compile.config import KINDS, ORDER
-from fpdt_compile.errors import FpdtError, StoreError
 from fpdt_compile.plan import LEVELS
-from fpdt_compile.runtime import autograd, disk
+from fpdt_compile.runtime import autograd
 from fpdt_compile.runtime.forecast import Forecast
 from fpdt_compile.runtime.lanes import Lane
-from fpdt_compile.runtime.stores import ValueStore
 from fpdt_compile.testing import compare_gradients
-
-EAGER = dict(codegen="eager", chunk_len=8, head_len=4, strict=True)
-DISK = dict(offload="disk", **EAGER)
-
-
-def train(model, inputs):
-    model.zero_grad(set_to_none=True)
-    loss = model(inputs["input_ids"], inputs["labels"])
-    loss.backward()
-    return loss.detach()
-
-
-def check_equal(model, reference, inputs, tolerance=1e-9):
-    expected = train(reference, inputs)
-    compare_gradients(model, reference, train(model, inputs), expected).check(tolerance)
-
-
-@pytest.fixture
-def pair(tmp_path):
-    """A model that offloads everything to ``tmp_path``, and the same model without."""
-    model, reference = plain_pair(layers=2)
-    fpdt_compile.optimize(model, offload_dir=tmp_path, **DISK)
-    return model, reference
 
 
 @pytest.mark.parametrize("order", ORDER)
@@ -86,7 +57,7 @@ def test_a_tier_per_kind(tiers, used, tmp_path):
     assert {tier for tier in ("host", "disk") if peaks[tier]} == used
 
 
-def test_late_copies(pair, monkeypatch):
+def test_late_copies(disk_pair, monkeypatch):
     late, start = random.Random(0), Lane.__init__
 
     def slow(self, *args):
@@ -95,7 +66,7 @@ def test_late_copies(pair, monkeypatch):
 
     monkeypatch.setattr(Lane, "__init__", slow)
     for _ in range(2):
-        check_equal(*pair, batch(2, 40))
+        check_equal(*disk_pair, batch(2, 40))
 
 
 def test_saving_less_within_a_number_of_bytes(tmp_path):
@@ -199,8 +170,8 @@ def test_bytes_written_are_the_formula(kind, tmp_path):
     del loss
 
 
-def test_evaluation_and_an_unused_step_leave_nothing(pair, tmp_path):
-    model, _ = pair
+def test_evaluation_and_an_unused_step_leave_nothing(disk_pair, tmp_path):
+    model, _ = disk_pair
     inputs = batch(2, 40)
     with torch.no_grad():
         model(inputs["input_ids"], inputs["labels"])
@@ -211,10 +182,10 @@ def test_evaluation_and_an_unused_step_leave_nothing(pair, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_retained_graph_keeps_its_file_until_the_last_backward(pair, tmp_path):
-    model, reference = pair
+def test_a_retained_graph_keeps_its_file_until_the_last_backward(disk_pair, tmp_path):
+    model, reference = disk_pair
     inputs = batch(2, 40)
-    for x in pair:
+    for x in disk_pair:
         loss = x(inputs["input_ids"], inputs["labels"])
         loss.backward(retain_graph=True)
         loss.backward()
@@ -222,11 +193,11 @@ def test_a_retained_graph_keeps_its_file_until_the_last_backward(pair, tmp_path)
     compare_gradients(model, reference, loss.detach(), loss.detach()).check(1e-9)
 
 
-def test_two_steps_at_once_have_a_file_each(pair, tmp_path):
-    model, reference = pair
+def test_two_steps_at_once_have_a_file_each(disk_pair, tmp_path):
+    model, reference = disk_pair
     first, second = batch(2, 40), batch(2, 23)
     losses = []
-    for x in pair:
+    for x in disk_pair:
         a = x(first["input_ids"], first["labels"])
         b = x(second["input_ids"], second["labels"])
         if x is model:
@@ -235,163 +206,6 @@ def test_two_steps_at_once_have_a_file_each(pair, tmp_path):
         losses.append((a + b).detach())
     compare_gradients(model, reference, *losses).check(1e-9)
     assert not list(tmp_path.iterdir())
-
-
-# faults -----------------------------------------------------------------------
-
-
-def full_disk(*args):
-    raise OSError(28, "No space left on device")
-
-
-def test_a_full_disk_is_found_before_anything_changes(pair, tmp_path, monkeypatch):
-    model, _ = pair
-    with monkeypatch.context() as patch:
-        patch.setattr(disk.os, "posix_fallocate", full_disk)
-        with pytest.raises(StoreError, match=rf"{tmp_path}.*needs \d+ bytes.*No space"):
-            train(model, batch(2, 40))
-    assert all(p.grad is None for p in model.parameters())
-    assert not list(tmp_path.iterdir())
-    check_equal(*pair, batch(2, 40))
-
-
-def test_a_small_file_system(tmp_path):
-    """A real one, where mounting is allowed."""
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path],
-        capture_output=True,
-    )
-    if done.returncode:
-        pytest.skip("mounting a file system is not allowed here")
-    try:
-        model, _ = plain_pair(layers=2)
-        fpdt_compile.optimize(model, offload_dir=tmp_path, **DISK)
-        with pytest.raises(StoreError, match="No space left"):
-            train(model, batch(2, 400))
-        assert not list(tmp_path.iterdir())
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
-
-
-@pytest.mark.parametrize("what", ["pwrite", "preadv"])
-def test_a_failing_disk_reaches_the_caller(what, pair, tmp_path, monkeypatch):
-    model, _ = pair
-    calls = []
-
-    def broken(*args):
-        calls.append(args)
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk.os, what, broken)
-        with pytest.raises(StoreError, match=f"{tmp_path}.*Input/output error"):
-            train(model, batch(2, 40))
-    assert calls and not list(tmp_path.iterdir())
-    check_equal(*pair, batch(2, 40))
-
-
-@pytest.mark.parametrize("lane", ["writer", "reader"])
-def test_a_worker_thread_that_raises(lane, pair, tmp_path, monkeypatch):
-    model, _ = pair
-    run, count = Lane.run, []
-
-    def broken(self, job, work):
-        count.append(job)
-        if len(count) == 7:
-            return run(self, job, lambda held: 1 / 0)
-        return run(self, job, work)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Lane, "run", broken)
-        with pytest.raises(ZeroDivisionError):
-            train(model, batch(2, 40))
-    assert not list(tmp_path.iterdir())
-    check_equal(*pair, batch(2, 40))
-
-
-def test_a_directory_that_vanishes(tmp_path):
-    folder = tmp_path / "offload"
-    folder.mkdir()
-    model, reference = plain_pair(layers=2)
-    fpdt_compile.optimize(model, offload_dir=folder, **DISK)
-    inputs = batch(2, 40)
-    loss = model(inputs["input_ids"], inputs["labels"])
-    shutil.rmtree(folder)
-    loss.backward()  # the open file outlives its name
-    with pytest.raises(StoreError, match=f"cannot make a file in {folder}"):
-        train(model, inputs)
-    folder.mkdir()
-    check_equal(model, reference, inputs)
-
-
-def test_a_step_that_failed_is_over(pair, tmp_path, monkeypatch):
-    model, _ = pair
-    inputs = batch(2, 40)
-    loss = model(inputs["input_ids"], inputs["labels"])
-    with monkeypatch.context() as patch:
-        patch.setattr(disk.os, "preadv", full_disk)
-        with pytest.raises(StoreError):
-            loss.backward(retain_graph=True)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(FpdtError, match="failed"):
-        loss.backward()
-
-
-KILLED = """
-import sys, time
-import torch
-from fpdt_compile.runtime.stores import ValueStore
-store = ValueStore(directory=sys.argv[1])
-store.put(("x", 0), torch.ones(1000), "disk")
-store.unwritten[0].wait()
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_killed_process_leaves_one_file_that_the_next_one_removes(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout.readline() == b"ready\n"
-        (theirs,) = tmp_path.iterdir()
-        other = tmp_path / "fpdt-notes.txt"
-        other.write_text("mine")
-        with_store(tmp_path, lambda: None)
-        assert theirs.exists()  # it lives: its lock is held
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert theirs.exists()
-        with_store(tmp_path, lambda: None)
-        assert list(tmp_path.iterdir()) == [other]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def with_store(folder, act):
-    store = ValueStore(directory=folder)
-    store.put(("x", 0), torch.ones(10), "disk")
-    act()
-    store.close()
-
-
-def test_files_are_gone_when_a_process_ends(tmp_path):
-    code = KILLED.replace("time.sleep(600)", "")
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_directory_nobody_may_write_to(tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
-    tmp_path.chmod(0o500)
-    model, _ = plain_pair(layers=2)
-    fpdt_compile.optimize(model, offload_dir=tmp_path, **DISK)
-    with pytest.raises(StoreError, match="Permission denied"):
-        train(model, batch(2, 40))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fpdt_compile.config import ORDER
 from fpdt_compile.graph import TileKind, TileTable
 from fpdt_compile.plan import LEVELS
+from fpdt_compile.runtime.block_shape import BlockShape
 from fpdt_compile.runtime.chunks import chunk_bounds
 from fpdt_compile.runtime.instructions import (
     Attend,
@@ -23,7 +24,6 @@ from fpdt_compile.runtime.instructions import (
     text,
 )
 from fpdt_compile.runtime.schedule import (
-    BlockShape,
     backward_schedule,
     forward_schedule,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from disk_cases import DISK, train
 from matplotlib.image import imread
-from test_disk import DISK, train
 from tiny_models import batch, plain_pair
 
 import fpdt_compile

@@ -18,13 +18,13 @@ from torch.autograd.function import FunctionCtx
 
 from .._torch_private import get_keep_graph
 from ..errors import FpdtError
+from .block_shape import BlockShape, block_shape
 from .executor import BlockExecutor, run_region, run_region_backward
 from .forecast import Forecast
 from .gradients import grad_of
 from .head import HeadExecutor
 from .mixers import own_grad, whole_grad
 from .program import ChunkProgram, OperandKind, OutputKind
-from .schedule import BlockShape, block_shape
 from .step import Step
 
 

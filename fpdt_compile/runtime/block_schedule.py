@@ -6,10 +6,11 @@ from functools import lru_cache
 from typing import Any
 
 from ..graph import TileTable
+from .block_shape import BlockShape
 from .copies import Placement, place_copies
 from .instructions import Instruction
 from .parallel_schedule import backward_parallel, forward_parallel
-from .schedule import BlockShape, backward_schedule, forward_schedule
+from .schedule import backward_schedule, forward_schedule
 
 
 @lru_cache(maxsize=8)  # few, because a long sequence's list is long

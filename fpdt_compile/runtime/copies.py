@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .block_shape import BlockShape, key_region
 from .instructions import (
     Attend,
     AttendBackward,
@@ -34,7 +35,7 @@ from .instructions import (
     Transfer,
     Wait,
 )
-from .schedule import BlockShape, key_region
+from .parallel_schedule import exchanged
 
 Key = tuple[str, int]
 SUM = re.compile(r"\.d[qkv]$")
@@ -151,22 +152,10 @@ class Accesses:
         changed = [(f"{out}.dq", i), (f"{out}.dk", j), (f"{out}.dv", j)]
         return Touched([*read, (f"{form(out)}'", i)], changed)
 
-    def exchanged(self, sequence: int) -> list[str]:
-        names: dict[str, None] = {}
-        for (_, _, q, k, v), source in zip(
-            self.shape.attentions, self.shape.key_sequences
-        ):
-            if sequence == 0:
-                names.setdefault(q)
-            if sequence == source:
-                names.setdefault(k)
-                names.setdefault(v)
-        return list(names)
-
     def send(self, what: Transfer, sequence: int, i: int) -> Touched:
         outs = [x[0] for x in self.shape.attentions]
         if what is Transfer.QKV:
-            return Touched([(n, i) for n in self.exchanged(sequence)])
+            return Touched([(n, i) for n in exchanged(self.shape, sequence)])
         if what is Transfer.OUT:
             return Touched([(f"{n}^", i) for n in outs])
         if what is Transfer.GRAD_OUT:
@@ -183,13 +172,13 @@ class Accesses:
     def wait(self, what: Transfer, sequence: int, i: int) -> Touched:
         outs = [x[0] for x in self.shape.attentions]
         if what is Transfer.QKV:
-            return Touched([], [(f"{n}^", i) for n in self.exchanged(sequence)])
+            return Touched([], [(f"{n}^", i) for n in exchanged(self.shape, sequence)])
         if what is Transfer.OUT:
             return Touched([], [(n, i) for n in outs])
         if what is Transfer.GRAD_OUT:
             forms = [f"{n}^" for n in outs] if self.saved else []
             return Touched([], [(n, i) for n in (*forms, *(f"{n}^'" for n in outs))])
-        return Touched([], [(f"{n}'", i) for n in self.exchanged(sequence)])
+        return Touched([], [(f"{n}'", i) for n in exchanged(self.shape, sequence)])
 
 
 class Kinds:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..graph import TileKind
 from .block_schedule import block_schedule
+from .block_shape import BlockShape, key_region
 from .chunks import arrange, join_axis, same_storage
 from .copies import computes, split_name
 from .exchange import BlockExchange
@@ -44,7 +45,6 @@ from .program import (
     OperandKind,
     RegionCall,
 )
-from .schedule import BlockShape, key_region
 from .step import Step
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from ..graph import TileTable
 from ..kernels.online_softmax import accumulator_dtype
 from .block_schedule import block_schedule
+from .block_shape import BlockShape
 from .copies import Accesses, Key, is_sum, split_name
 from .disk import padded
 from .instructions import Drop, Prefetch, Release, Save
 from .program import AttentionCall, BlockProgram, OperandKind
-from .schedule import BlockShape
 from .step import Step, unit_grad
 from .stores import StoreCounters
 

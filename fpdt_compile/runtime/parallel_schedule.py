@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..graph import TileTable
+from .block_shape import BlockShape, key_region
 from .instructions import (
     Attend,
     AttendBackward,
@@ -29,12 +30,10 @@ from .instructions import (
     check_exchanges,
 )
 from .schedule import (
-    BlockShape,
     Lifetimes,
     Writer,
     has_region,
     keeps_qkv,
-    key_region,
     own_keys,
     saved_attention,
     saved_qkv,
