@@ -1,6 +1,6 @@
 """Train unmodified transformers on long sequences: ``optimize``, ``chunked_loss``, ``explain``."""
 
-from .api import compile_stats, optimize
+from .api import compile_stats, forecast_memory, optimize
 from .chunked_loss import chunked_loss
 from .config import FpdtConfig
 from .errors import (
@@ -27,6 +27,7 @@ __all__ = [
     "chunked_loss",
     "compile_stats",
     "explain",
+    "forecast_memory",
     "optimize",
     "plot_timeline",
     "recorded_timeline",

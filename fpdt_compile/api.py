@@ -17,6 +17,7 @@ from .config import FpdtConfig
 from .groups import make_ranks
 from .passes.compile_bodies import CompileStats
 from .recorded_outputs import install_recording_hooks, recorder_restored
+from .runtime.forecast import ForecastDone
 from .token_dims import TokenMarker
 
 
@@ -105,6 +106,30 @@ def call_between_hooks(
 def compile_stats(model: nn.Module) -> CompileStats:
     """Counters of an optimized model's compilations. Raises ValueError for any other model."""
     return backend_of(model).stats
+
+
+def forecast_memory(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, int]:
+    """What a training step of an optimized model with these inputs will hold, in bytes.
+
+    The model is compiled if it has not been; the step is not run. ``memory`` is the most that the
+    compute device will hold above parameters and inputs, gradients of parameters included (on a CPU
+    with the "host" tier); ``device``, ``host`` and ``disk`` are the most that stored values take
+    there. Intermediates of bodies that Inductor compiled are an upper bound, what its kernels and
+    the compiler itself allocate is not counted.
+
+    Raises ValueError for a model that is not optimized, or of which nothing runs in chunks.
+    """
+    backend = backend_of(model)
+    backend.only_forecast = True
+    try:
+        model(*args, **kwargs)
+    except ForecastDone as done:
+        return done.peaks
+    finally:
+        backend.only_forecast = False
+    raise ValueError(
+        f"model={type(model).__name__}: allowed are models of which something runs in chunks"
+    )
 
 
 def backend_of(model: nn.Module) -> FpdtBackend:

@@ -45,6 +45,7 @@ class FpdtBackend:
         self.cache = BodyCache(config.codegen)
         self.analyses: list[Analysis] = []
         self.store_counters: StoreCounters | None = None  # of the last step
+        self.only_forecast = False
 
     @property
     def stats(self) -> CompileStats:
@@ -133,7 +134,9 @@ class FpdtBackend:
             self.store_counters = step.store.counters
             return step
 
-        return StepRunner(program, make_step, dropped_output)
+        return StepRunner(
+            program, make_step, dropped_output, lambda: self.only_forecast
+        )
 
 
 def run_whole(module: GraphModule, result: Analysis) -> Callable[..., Any]:

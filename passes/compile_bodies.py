@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .._torch_private import inductor_compile
-from ..runtime.program import GradSlot
+from ..runtime.program import GradSlot, LiveBytes
 from .extract_regions import Region
+from .live_bytes import live_bytes
 from .trace_bodies import (
     TracedBody,
     trace_backward,
@@ -69,6 +70,13 @@ class Executable:
         if self.compiled is not None and self.fits(inputs):
             return list(self.compiled(*inputs))
         return list(self.module(*inputs))
+
+    def live_bytes(self, inputs: Sequence[Any]) -> LiveBytes:
+        values = {}
+        for i, dim, expr in self.symbols:
+            if expr.is_Symbol and i < len(inputs):
+                values[expr] = inputs[i] if dim is None else inputs[i].shape[dim]
+        return live_bytes(self.module, values)
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether the compiled code's assumptions on sizes hold for these inputs."""
@@ -161,6 +169,9 @@ class CompiledBody:
 
     def backward(self, inputs: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
         return self.prepare("backward")([*inputs, *grads])
+
+    def live_bytes(self, form: str, inputs: Sequence[Any]) -> LiveBytes:
+        return self.prepare(form).live_bytes(inputs)
 
     def forward_backward(self, inputs: Sequence[Any]) -> list[Tensor]:
         return self.prepare("forward_backward")(inputs)

@@ -20,7 +20,7 @@ from .._torch_private import get_keep_graph
 from ..errors import FpdtError
 from .block_shape import BlockShape, block_shape
 from .executor import BlockExecutor, run_region, run_region_backward
-from .forecast import Forecast
+from .forecast import Forecast, ForecastDone
 from .gradients import grad_of
 from .head import HeadExecutor
 from .mixers import own_grad, whole_grad
@@ -129,10 +129,12 @@ class StepRunner:
         program: ChunkProgram,
         make_step: Callable[[Sequence[Any]], Step],
         make_dropped: Callable[[Any, Step], Any],
+        only_forecast: Callable[[], bool] = lambda: False,
     ) -> None:
         self.program = program
         self.make_step = make_step
         self.make_dropped = make_dropped
+        self.only_forecast = only_forecast
         # What a block reads again in its backward may not be dropped by what comes after it.
         read = [
             {*b.state_in, *b.key_state, *(a.name for a in b.attentions)}
@@ -161,9 +163,12 @@ class StepRunner:
 
     def reserve(self, step: Step, train: bool) -> None:
         """Take the disk space of the step now: a full disk is found before anything has changed."""
-        if "disk" in step.placement.tiers:
+        asked = self.only_forecast()
+        if asked or "disk" in step.placement.tiers:
             walk = Forecast(step, self.shapes, self.held, train)
-            walk.peaks()
+            peaks = walk.peaks()
+            if asked:
+                raise ForecastDone(peaks)
             step.store.reserve("disk", walk.walker.file_peak)
 
     def run_stages(self, step: Step, train: bool) -> list[Any]:

@@ -233,12 +233,14 @@ def place_copies(
     steps: list[int] = []  # of each instruction
     uses: dict[Key, list[tuple[int, bool]]] = {}  # (instruction, whether it changes it)
     gone: set[Key] = set()  # at the end
+    dropped: dict[Key, int] = {}  # the step before which
     done = 0
     for at, x in enumerate(instructions):
         steps.append(done)
         done += computes(x)
         if isinstance(x, Drop):
             gone.add((x.name, x.chunk))
+            dropped[x.name, x.chunk] = done
             continue
         touched = accesses.of(x)
         for keys, changes in ((touched.read, False), (touched.changed, True)):
@@ -273,8 +275,12 @@ def place_copies(
             if n + 1 < len(found):
                 distance = steps[found[n + 1][0]] - steps[at]
                 away = distance > placement.lookahead
+            elif key in gone:
+                # Every key chunk is used by the last query chunk and dropped only after it.
+                waits = dropped.get(key, steps[at]) - steps[at]
+                away = waits > placement.lookahead + 1 and not dirty
             else:
-                away = key not in gone
+                away = True
             if away:
                 leave = Save(*key, tier) if dirty else Release(*key)
                 after.setdefault(at, []).append(leave)

@@ -1,13 +1,18 @@
 """What a step will hold in each tier, found by walking its instructions with the values' sizes.
 
 In: a step and its blocks' shapes. Out: the largest number of bytes its store holds at once, by
-tier. The walk follows the instructions that the executor will run: entry, blocks forward, heads,
-blocks backward. Copies are taken to be done when they are issued, so what is still being written
-behind the compute is not counted.
+tier, and in all ``memory`` of the compute device above parameters and inputs: stored values,
+vectors, gradients of parameters, and what each instruction needs besides while it runs. The walk
+follows the instructions that the executor will run: entry, blocks forward, heads, blocks backward.
+
+Copies are taken to be done when they are issued, so what is still being written behind the compute
+is not counted; nor is what kernels allocate inside. For bodies that Inductor compiled,
+intermediates are an upper bound.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..graph import TileTable
@@ -16,10 +21,19 @@ from .block_schedule import block_schedule
 from .block_shape import BlockShape
 from .copies import Accesses, Key, is_sum, split_name
 from .disk import padded
+from .instruction_needs import BlockNeeds, Needs
 from .instructions import Drop, Prefetch, Release, Save
 from .program import AttentionCall, BlockProgram, OperandKind
 from .step import Step, unit_grad
 from .stores import StoreCounters
+
+
+class ForecastDone(Exception):
+    """Ends a step that only its forecast was asked of."""
+
+    def __init__(self, peaks: dict[str, int]) -> None:
+        super().__init__("only a forecast was asked for")
+        self.peaks = peaks
 
 
 class Walker:
@@ -33,6 +47,16 @@ class Walker:
         self.file_peak = 0
         self.tier: dict[Key, str] = {}
         self.resident: set[Key] = set()
+        # Buffers that values are read into, by size: in use and made. They are kept for reads to
+        # come.
+        self.read: set[Key] = set()
+        self.in_use: Counter[int] = Counter()
+        self.buffers: Counter[int] = Counter()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of buffers that no value is in."""
+        return sum(size * (n - self.in_use[size]) for size, n in self.buffers.items())
 
     def make(self, key: Key) -> None:
         if key not in self.tier:
@@ -57,12 +81,19 @@ class Walker:
     def prefetch(self, key: Key) -> None:
         if self.tier.get(key) in self.copied and key not in self.resident:
             self.resident.add(key)
-            self.held.hold("device", self.size_of(key))
+            size = self.size_of(key)
+            self.held.hold("device", size)
+            self.read.add(key)
+            self.in_use[size] += 1
+            self.buffers[size] = max(self.buffers[size], self.in_use[size])
 
     def release(self, key: Key) -> None:
         if self.tier.get(key) in self.copied and key in self.resident:
             self.resident.discard(key)
             self.held.hold("device", -self.size_of(key))
+            if key in self.read:
+                self.read.discard(key)
+                self.in_use[self.size_of(key)] -= 1
 
     def drop(self, key: Key) -> None:
         if key not in self.tier:
@@ -95,14 +126,25 @@ class Forecast:
             for call in block.attentions:
                 self.attentions[call.name] = self.attentions[call.lse] = call
         self.walker = Walker(self.num_bytes, step.placement.copied)
+        self.needs = Needs(step)
+        self.memory = 0  # the most so far
+
+    def note(self, more: int) -> None:
+        """While something runs that needs ``more`` bytes besides what is held."""
+        held = self.walker.held.held_bytes
+        now = held["device"] + self.walker.idle_bytes + self.needs.kept_bytes + more
+        if "host" not in self.walker.copied:
+            now += held["host"]
+        self.memory = max(self.memory, now)
 
     def peaks(self) -> dict[str, int]:
-        """Bytes by tier."""
+        """Bytes by tier, and ``memory``."""
         step, program, walker = self.step, self.step.program, self.walker
         hidden = step.placement.hidden
         for call in program.entries:
-            for result in call.results:
-                for chunk in step.own_chunks(call.symbol):
+            for chunk in step.own_chunks(call.symbol):
+                self.note(self.needs.of_region(call, "forward", chunk))
+                for result in call.results:
                     walker.make((result.name, chunk))
                     walker.save((result.name, chunk), hidden)
         for index, block in enumerate(program.blocks):
@@ -112,7 +154,9 @@ class Forecast:
             for index in reversed(range(len(program.blocks))):
                 block = program.blocks[index]
                 self.walk_block(index, block, keep=False, order=step.order)
-        return dict(walker.held.peak_bytes)
+                self.needs.end_stage()
+            self.walk_entry_backward()
+        return {**walker.held.peak_bytes, "memory": self.memory}
 
     def walk_block(self, index: int, block: BlockProgram, **choices: object) -> None:
         step, (shape, names) = self.step, self.shapes[index]
@@ -126,7 +170,7 @@ class Forecast:
         accesses = Accesses(
             shape, counts, parallel=step.parallel, saved=save != "hidden"
         )
-        walker = self.walker
+        walker, needs = self.walker, BlockNeeds(self.needs, block)
 
         def real(key: Key) -> Key:
             own, suffix = split_name(key[0])
@@ -147,6 +191,7 @@ class Forecast:
                     touched = accesses.of(x)
                     for key in touched.read:
                         walker.prefetch(real(key))
+                    self.note(needs.of(x))
                     for key in touched.changed:
                         if self.exists(real(key)):
                             walker.make(real(key))
@@ -167,6 +212,11 @@ class Forecast:
             one_pass = program.one_pass[index] and self.train
             names = [o for o in call.operands if o.kind is OperandKind.TOKEN]
             for chunk in step.own_chunks(call.symbol):
+                form = "forward_backward" if one_pass else "forward"
+                piece = step.head_pieces(step.own[call.symbol][chunk])[0]
+                more = self.needs.of_region(call, form, chunk, piece)
+                if one_pass:
+                    self.needs.note_gradients(call)
                 for operand in names:
                     walker.prefetch((operand.name, chunk))
                     if operand.needs_grad and self.train:
@@ -174,11 +224,27 @@ class Forecast:
                         if one_pass:
                             key = unit_grad(operand.name, chunk, index)
                         walker.make(key)
+                        self.note(more)
                         walker.save(key, step.placement.hidden)
                     leaves = (one_pass or not self.train) and (
                         operand.name not in self.kept_by_head
                     )
                     (walker.drop if leaves else walker.release)((operand.name, chunk))
+                self.note(more)
+
+    def walk_entry_backward(self) -> None:
+        step, walker = self.step, self.walker
+        for call in step.program.entries:
+            for chunk in step.own_chunks(call.symbol) if call.needs_backward else ():
+                for result in call.results:
+                    for key in step.with_units(f"{result.name}'", chunk):
+                        walker.prefetch(key)
+                more = self.needs.of_region(call, "backward", chunk)
+                self.needs.note_gradients(call)
+                self.note(more)
+                for result in call.results:
+                    for key in step.with_units(f"{result.name}'", chunk):
+                        walker.drop(key)
 
     # sizes --------------------------------------------------------------------
 

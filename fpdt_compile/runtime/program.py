@@ -62,6 +62,16 @@ class GradSlot:
     padding_row: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveBytes:
+    """Bytes that a body needs besides its inputs: at most, in results, and in copies of results
+    that are views of larger tensors."""
+
+    peak: int
+    results: int
+    copies: int
+
+
 class Body(Protocol):
     """A region's compiled code, shared by all regions of the same structure."""
 
@@ -78,6 +88,10 @@ class Body(Protocol):
 
     def forward_backward(self, inputs: Sequence[Any]) -> list[Tensor]:
         """The outputs, then the flat gradients for a unit gradient of the one total."""
+
+    def live_bytes(self, form: str, inputs: Sequence[Any]) -> LiveBytes:
+        """What a call with inputs of these shapes will need, in "forward", "backward" or
+        "forward_backward"; gradients that go into a backward are not among the inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,14 +134,16 @@ class Step:
         """Chunks of which this rank has tokens."""
         return [i for i, (a, b) in enumerate(self.own[symbol]) if b > a]
 
-    def empty(self, name: str, num_tokens: int) -> Tensor:
+    def empty(
+        self, name: str, num_tokens: int, device: str | torch.device | None = None
+    ) -> Tensor:
         """An uninitialized value of so many tokens, in joined form; a total has none."""
         spec, axis = self.program.specs[name], self.program.axes.get(name)
         shape = [int(size.subs(self.symbols)) for size in spec.shape]
         if axis is not None:
             outer, inner = parts(axis, self.symbols)
             shape[axis.dim] = outer * num_tokens * inner
-        return torch.empty(shape, dtype=spec.dtype, device=self.device)
+        return torch.empty(shape, dtype=spec.dtype, device=device or self.device)
 
     def bounds_of(self, name: str) -> Bounds:
         """The chunks of the sequence a value (or vector) belongs to."""
@@ -199,7 +201,11 @@ class Step:
             self.store.drop((name, chunk))
 
     def operand(
-        self, operand: Operand, chunk: int, piece: tuple[int, int] | None
+        self,
+        operand: Operand,
+        chunk: int,
+        piece: tuple[int, int] | None,
+        fake: bool = False,
     ) -> Any:
         """One input of a region for a chunk, or for tokens ``piece`` of it (global numbers)."""
         if operand.kind is OperandKind.SYMBOL:
@@ -216,17 +222,26 @@ class Step:
                 self.whole(operand.name), operand.axis, self.symbols, start, end
             )
         else:
-            value, dim = split_axis(
-                self.value(operand.name, chunk), operand.axis, self.symbols
+            length = bounds[chunk][1] - bounds[chunk][0]
+            have = (
+                self.empty(operand.name, length, "meta")
+                if fake
+                else self.value(operand.name, chunk)
             )
+            value, dim = split_axis(have, operand.axis, self.symbols)
             if piece is not None:
                 value = value.narrow(dim, start - bounds[chunk][0], end - start)
         return arrange(value.detach(), operand.dim_order)
 
     def operands(
-        self, call: RegionCall, chunk: int, piece: tuple[int, int] | None = None
+        self,
+        call: RegionCall,
+        chunk: int,
+        piece: tuple[int, int] | None = None,
+        fake: bool = False,
     ) -> list[Any]:
-        return [self.operand(o, chunk, piece) for o in call.operands]
+        """A region's inputs; ``fake`` ones have shapes only (on the meta device)."""
+        return [self.operand(o, chunk, piece, fake) for o in call.operands]
 
     def head_pieces(self, bounds: tuple[int, int]) -> Bounds:
         """The pieces the head runs a part of a chunk in, in global token numbers."""
