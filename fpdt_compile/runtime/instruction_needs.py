@@ -90,6 +90,8 @@ class BlockNeeds:
         call, step = self.regions[name], self.needs.step
         if call is None or chunk not in step.own_chunks(call.symbol):
             return 0
+        if form == "backward" and not call.needs_backward:
+            return 0
         more = self.needs.of_region(call, form, chunk)
         if form == "backward":
             self.needs.note_gradients(call)
