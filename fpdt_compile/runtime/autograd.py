@@ -165,7 +165,7 @@ class StepRunner:
         """Take the disk space of the step now: a full disk is found before anything has changed."""
         asked = self.only_forecast()
         if asked or "disk" in step.placement.tiers:
-            walk = Forecast(step, self.shapes, self.held, train)
+            walk = Forecast(step, self.shapes, self.held, train, intermediates=asked)
             peaks = walk.peaks()
             if asked:
                 raise ForecastDone(peaks)

@@ -115,18 +115,19 @@ class Forecast:
         shapes: Sequence[tuple[BlockShape, dict[str, str]]],
         held: frozenset[str],
         train: bool,
+        *,
+        intermediates: bool = True,
     ) -> None:
         self.step = step
         self.shapes = shapes
         self.kept_by_head = held
         self.train = train
-        self.per_token: dict[str, tuple[int, int]] = {}
         self.attentions: dict[str, AttentionCall] = {}
         for block in step.program.blocks:
             for call in block.attentions:
                 self.attentions[call.name] = self.attentions[call.lse] = call
         self.walker = Walker(self.num_bytes, step.placement.copied)
-        self.needs = Needs(step)
+        self.needs = Needs(step, intermediates)
         self.memory = 0  # the most so far
 
     def note(self, more: int) -> None:

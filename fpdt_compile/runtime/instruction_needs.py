@@ -18,8 +18,9 @@ Piece = tuple[int, int]
 class Needs:
     """Bytes of regions of a step, and what it keeps on the way: vectors and parameter gradients."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, intermediates: bool) -> None:
         self.step = step
+        self.intermediates = intermediates  # False: count what is stored only
         vectors = [x for x in step.vectors.values() if isinstance(x, Tensor)]
         found = {x.untyped_storage()._cdata: x.untyped_storage() for x in vectors}
         given = [x for x in step.inputs.values() if isinstance(x, Tensor)]
@@ -43,6 +44,8 @@ class Needs:
         self, call: RegionCall, form: str, chunk: int, piece: Piece | None = None
     ) -> int:
         """Bytes of a region's intermediates and results, until these are stored."""
+        if not self.intermediates:
+            return 0
         start, end = self.step.own[call.symbol][chunk] if piece is None else piece
         key = (call.body.key, form, end - start)
         if key not in self.known:
