@@ -17,11 +17,20 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def merge(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
-    """Add a tile to the running (out, lse), in place; out and lse are in the accumulator type."""
+def merge_into(
+    tile_out: Tensor, tile_lse: Tensor, out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A tile merged with the running (out, lse), in the accumulator type; None: no state yet.
+
+    The tile's own memory becomes the result's where the types allow; the state is left alone.
+    """
+    work = accumulator_dtype(tile_out.dtype)
+    tile_out, tile_lse = tile_out.to(work), tile_lse.to(work)
+    if out is None or lse is None:
+        return tile_out, tile_lse
     new = torch.logaddexp(lse, tile_lse)
     # Where both are -inf the difference is NaN and both outputs are 0: any finite weight will do.
     shift = new.masked_fill(new == -torch.inf, 0.0)
-    out.mul_(torch.exp(lse - shift).unsqueeze(-1))
-    out.addcmul_(tile_out.to(out.dtype), torch.exp(tile_lse - shift).unsqueeze(-1))
-    lse.copy_(new)
+    tile_out.mul_(torch.exp(tile_lse - shift).unsqueeze(-1))
+    tile_out.addcmul_(out, torch.exp(lse - shift).unsqueeze(-1))
+    return tile_out, new

@@ -7,9 +7,9 @@ lse [B, H, q] natural log.
 logits of the softmax (scale, softcap, biases, mask); it is differentiated by autograd, so what it
 reads may have gradients too. ``Keep`` gives the weights that dropout leaves, True to stay.
 
-Contract: as ``tiles``: forward is this tile alone, backward takes the GLOBAL out and lse and
-returns this tile's part. Scores exist for at most ``MAX_SCORES`` elements at once. With dropped
-weights W = P * keep / (1 - p), P from the undropped softmax:
+Contract: forward is this tile alone, backward takes the GLOBAL out and lse and returns this
+tile's part, in the accumulator type. Scores exist for at most ``MAX_SCORES`` elements at once.
+With dropped weights W = P * keep / (1 - p), P from the undropped softmax:
 
     dV = W^T dO,  dlogits = P * ((dO V^T) * keep / (1 - p) - rowsum(dO * O))
 """
@@ -21,10 +21,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .tiles import row_blocks
-
 Logits = Callable[[Tensor, slice], Tensor]
 Keep = Callable[[slice], Tensor]
+MAX_SCORES = 1 << 19
+
+
+def row_blocks(q: Tensor, k: Tensor) -> list[slice]:
+    rows = max(1, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(a, min(a + rows, q.shape[2])) for a in range(0, q.shape[2], rows)]
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
@@ -47,7 +51,7 @@ def forward_scored(
     batch, heads, queries, _ = q.shape
     groups = k.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(batch, heads, queries, v.shape[-1])
+    out = q.new_zeros(batch, heads, queries, v.shape[-1], dtype=work)
     lse = q.new_full((batch, heads, queries), -torch.inf, dtype=work)
     values = v.to(work).unsqueeze(2)
     for rows in row_blocks(q, k):
@@ -58,7 +62,7 @@ def forward_scored(
         if keep_of is not None:
             weights = weights * keep_of(rows) / (1.0 - p)
         product = torch.matmul(grouped(weights, groups), values)
-        out[:, :, rows] = product.flatten(1, 2).to(out.dtype)
+        out[:, :, rows] = product.flatten(1, 2)
         lse[:, :, rows] = part
     return out, lse
 
@@ -78,7 +82,7 @@ def backward_scored(
     """This tile's part of (dq, dk, dv) and of the gradients of ``leaves`` that logits_of reads."""
     groups = k.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.empty_like(q)
+    dq = torch.empty_like(q, dtype=work)
     dk, dv = torch.zeros_like(k, dtype=work), torch.zeros_like(v, dtype=work)
     keys, values = k.to(work).unsqueeze(2), v.to(work).unsqueeze(2)
     sums: list[Tensor | None] = [None] * len(leaves)
@@ -102,7 +106,7 @@ def backward_scored(
             if part is not None:
                 sums[i] = part if sums[i] is None else sums[i] + part
         dscores = grouped(dscores, groups)
-        dq[:, :, rows] = torch.matmul(dscores, keys).flatten(1, 2).to(dq.dtype)
+        dq[:, :, rows] = torch.matmul(dscores, keys).flatten(1, 2)
         dk += torch.matmul(dscores.transpose(-1, -2), query).sum(2)
         dv += torch.matmul(grouped(dropped, groups).transpose(-1, -2), upstream).sum(2)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), sums
+    return dq, dk, dv, sums

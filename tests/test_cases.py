@@ -154,9 +154,9 @@ def test_low_rank_adapters_on_a_frozen_base():
 def test_attention_forward_runs_once(save, times, monkeypatch):
     """pytorch#161889, axolotl#3786: with save="attention" attention is not recomputed."""
     calls = []
-    original = attention.forward_tile
+    original = attention.ATTEND
     monkeypatch.setattr(
-        attention, "forward_tile", lambda *a, **k: calls.append(1) or original(*a, **k)
+        attention, "ATTEND", lambda *a, **k: calls.append(1) or original(*a, **k)
     )
     model, _ = plain_pair(layers=2)
     fpdt_compile.optimize(model, save=save, **EAGER)

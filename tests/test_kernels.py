@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fpdt_compile.kernels import tiles
-from fpdt_compile.kernels.online_softmax import accumulator_dtype, merge
+from fpdt_compile.kernels import scored_tiles
+from fpdt_compile.kernels.online_softmax import accumulator_dtype, merge_into
+from fpdt_compile.kernels.ops import ATTEND, ATTEND_BACKWARD
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,49 +20,37 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor) -> Tens
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
-def tiled(q, k, v, scale, hidden, key_bounds):
+def tiled(q, k, v, scale, hidden, key_bounds, kernel=""):
     """Forward and backward of all queries over key tiles; returns out and a gradient function."""
     work = accumulator_dtype(q.dtype)
+
+    def options(a, b):
+        bias = torch.zeros(hidden[:, a:b].shape, dtype=q.dtype)
+        bias = bias.masked_fill(hidden[:, a:b], -torch.inf)[None, None]
+        return {"scale": scale, "bias": bias, "kernel": kernel}
+
     out = lse = None
     for a, b in key_bounds:
-        bias = torch.zeros(hidden[:, a:b].shape, dtype=q.dtype).masked_fill(
-            hidden[:, a:b], -torch.inf
-        )
-        dead = hidden[:, a:b].all(-1).expand(q.shape[0], q.shape[1], -1)
-        part, logsum = tiles.forward_tile(
-            q,
-            k[:, :, a:b],
-            v[:, :, a:b],
-            scale=scale,
-            bias=bias[None, None],
-            dead_rows=dead,
-        )
-        if out is None:
-            out, lse = part.to(work), logsum.to(work)
-        else:
-            merge(out, lse, part, logsum)
+        out, lse = ATTEND(q, k[:, :, a:b], v[:, :, a:b], out, lse, **options(a, b))
+    assert (lse[:, :, hidden.all(-1)] == -torch.inf).all()
     final = lse.masked_fill(lse == -torch.inf, 0.0)
 
     def backward(grad):
-        dq = torch.zeros_like(q)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = (torch.zeros_like(x, dtype=work) for x in (q, k, v))
         for a, b in key_bounds:
-            bias = torch.zeros(hidden[:, a:b].shape, dtype=q.dtype).masked_fill(
-                hidden[:, a:b], -torch.inf
-            )
-            x, y, z = tiles.backward_tile(
+            ATTEND_BACKWARD(
                 grad,
                 q,
                 k[:, :, a:b],
                 v[:, :, a:b],
                 out.to(q.dtype),
                 final,
-                scale=scale,
-                bias=bias[None, None],
+                None,
+                dq,
+                dk[:, :, a:b],
+                dv[:, :, a:b],
+                **options(a, b),
             )
-            dq += x
-            dk[:, :, a:b] += y
-            dv[:, :, a:b] += z
         return dq, dk, dv
 
     return out.to(q.dtype), backward
@@ -106,20 +95,19 @@ def test_tiles_equal_dense(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_math_kernel_in_row_blocks(causal, monkeypatch):
-    monkeypatch.setattr(tiles, "MAX_SCORES", 64)
+def test_reference_in_row_blocks(causal, monkeypatch):
+    monkeypatch.setattr(scored_tiles, "MAX_SCORES", 64)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 17, 8, dtype=torch.float64) for n in (4, 2, 2))
-    ours = tiles.math_forward(q, k, v, scale=0.5, causal=causal, bias=None)
-    flash = tiles.forward_tile(q, k, v, scale=0.5, causal=causal)
-    for a, b in zip(ours, flash):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     grad = torch.randn_like(q)
-    ours = tiles.math_backward(
-        grad, q, k, v, *flash, scale=0.5, causal=causal, bias=None
-    )
-    theirs = tiles.backward_tile(grad, q, k, v, *flash, scale=0.5, causal=causal)
-    for a, b in zip(ours, theirs):
+    found = []
+    for kernel in ("reference", "aten_cpu"):
+        options = {"scale": 0.5, "causal": causal, "kernel": kernel}
+        out, lse = ATTEND(q, k, v, None, None, **options)
+        sums = [torch.zeros_like(x) for x in (q, k, v)]
+        ATTEND_BACKWARD(grad, q, k, v, out, lse, None, *sums, **options)
+        found.append((out, lse, *sums))
+    for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
@@ -140,10 +128,11 @@ def test_error_is_flat_in_the_number_of_tiles(scale, dtype):
 
 
 def test_merging_rows_without_keys():
-    out, lse = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
-    merge(out, lse, torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf))
+    nothing = torch.full((1, 1, 2), -torch.inf)
+    out, lse = merge_into(torch.zeros(1, 1, 2, 3), nothing.clone(), None, None)
+    out, lse = merge_into(torch.zeros(1, 1, 2, 3), nothing, out, lse)
     assert (out == 0).all() and (lse == -torch.inf).all()
-    merge(out, lse, torch.ones(1, 1, 2, 3), torch.tensor([[[0.5, -torch.inf]]]))
-    assert (
-        (out[0, 0, 0] == 1).all() and (out[0, 0, 1] == 0).all() and lse[0, 0, 0] == 0.5
-    )
+    first_only = torch.tensor([[[0.5, -torch.inf]]])
+    out, lse = merge_into(torch.ones(1, 1, 2, 3), first_only, out, lse)
+    assert (out[0, 0, 0] == 1).all() and (out[0, 0, 1] == 0).all()
+    assert lse[0, 0].tolist() == [0.5, -torch.inf]

@@ -8,19 +8,21 @@ Out: per query chunk the output and logsumexp; per chunk dq, dk, dv. Sums over t
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..graph import TileKind
-from ..kernels.online_softmax import accumulator_dtype, merge
+from ..kernels.online_softmax import accumulator_dtype, merge_into
+from ..kernels.ops import ATTEND, ATTEND_BACKWARD
 from ..kernels.reference import keep_mask
 from ..kernels.scored_tiles import Keep, Logits, backward_scored, forward_scored
-from ..kernels.tiles import backward_tile, forward_tile
 from .masks import MaskEvaluator
 from .program import AttentionCall
 from .scores import ScoreEvaluator, sum_into
 from .stores import ValueStore
+from .tile_programs import InlinedTile, NotInlined, inline
 
 Range = tuple[int, int]
 # A PARTIAL tile's mask is evaluated in blocks of query rows of at most this many elements.
@@ -30,8 +32,10 @@ MAX_BIAS = 1 << 23
 class TileRunner:
     """Runs the tiles of one attention of one step.
 
-    Scores that are only scaled and masked go through the flash kernel; a score graph, dropout or an
-    exact fill through plain math (``scored_tiles``).
+    Tiles go through ``fpdt::attend``, with what they do to the scores as a bias or, where a Triton
+    kernel runs, as a program inlined in it. What neither takes (dropout, parameters that get a
+    gradient from the scores, rows that a finite mask hides all keys from, and without Triton any
+    score graph) goes through plain math (``scored_tiles``).
     """
 
     def __init__(
@@ -44,8 +48,10 @@ class TileRunner:
         passes: MaskEvaluator | None = None,
         heads: Range | None = None,
         store: ValueStore | None = None,
+        kernel: str = "",
     ) -> None:
         self.call = call
+        self.kernel = kernel
         self.store = ValueStore() if store is None else store
         self.mask = mask
         self.score = score
@@ -56,6 +62,7 @@ class TileRunner:
         self.parameter_grads: dict[str, Tensor] = {}
         self.sunk: set[int] = set()  # query chunks whose sinks have their gradient
         self.running: dict[int, tuple[Tensor, Tensor]] = {}
+        self.programs: dict[bool, InlinedTile | None] = {}  # by whether there is a mask
 
     def scale(self, q: Tensor) -> float:
         if self.call.scale is not None:
@@ -65,32 +72,50 @@ class TileRunner:
     def row_blocks(self, kind: TileKind, q: Tensor, k: Tensor) -> list[slice]:
         """Rows per kernel call: all, but for masks that have to be evaluated."""
         rows = q.shape[2]
-        if kind is TileKind.PARTIAL:
+        if kind is TileKind.PARTIAL and self.inlined(kind, q) is None:
             rows = max(1, MAX_BIAS // (q.shape[0] * q.shape[1] * k.shape[2]))
         return [slice(a, min(a + rows, q.shape[2])) for a in range(0, q.shape[2], rows)]
 
-    def bias(
-        self, kind: TileKind, rows: slice, q_range: Range, k_range: Range, q: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if kind is not TileKind.PARTIAL:
-            return None, None
-        assert self.mask is not None
-        part = (q_range[0] + rows.start, q_range[0] + rows.stop)
-        bias, dead = self.mask.bias(part, k_range, q.dtype)
-        if dead is not None:
-            dead = dead.expand(q.shape[0], q.shape[1], rows.stop - rows.start)
-        return bias, dead
+    def inlined(self, kind: TileKind, q: Tensor) -> InlinedTile | None:
+        """The program of tiles of this kind, where a kernel takes programs and this one."""
+        if q.device.type != "cuda" and self.kernel != "triton":
+            return None
+        masked = kind is TileKind.PARTIAL
+        if self.score is None and not masked:
+            return None
+        if masked not in self.programs:
+            mask = self.mask if masked else None
+            work = torch.promote_types(q.dtype, torch.float32)
+            try:
+                self.programs[masked] = inline(self.score, mask, self.scale(q), work)
+            except (NotInlined, NotImplementedError):
+                self.programs[masked] = None  # computed in plain math
+        return self.programs[masked]
 
-    def is_plain(self, kind: TileKind, q_range: Range) -> bool:
-        """Whether a tile needs no more than a scale and an additive or causal mask."""
-        fills = kind is TileKind.PARTIAL and self.mask is not None
-        exact_fill = fills and self.mask.mask.fill is not None
-        return (
-            self.score is None
-            and self.seed is None
-            and not exact_fill
-            and not (fills and self.row_shift(q_range) is not None)
-        )
+    def options(
+        self, kind: TileKind, rows: slice, q_range: Range, k_range: Range, q: Tensor
+    ) -> dict[str, Any]:
+        """The options of ``fpdt::attend`` for some rows of a tile."""
+        part = (q_range[0] + rows.start, q_range[0] + rows.stop)
+        options: dict[str, Any] = {"scale": self.scale(q), "kernel": self.kernel}
+        options["causal"] = kind is TileKind.CAUSAL
+        program = self.inlined(kind, q)
+        if program is not None:
+            options |= program.arguments(part, k_range, q.device)
+        elif kind is TileKind.PARTIAL:
+            assert self.mask is not None
+            options["bias"] = self.mask.bias(part, k_range, q.dtype)
+        return options
+
+    def is_plain(self, kind: TileKind, q_range: Range, q: Tensor) -> bool:
+        """Whether ``fpdt::attend`` takes a tile; if not, plain math does."""
+        masked = kind is TileKind.PARTIAL and self.mask is not None
+        if self.seed is not None or (masked and self.row_shift(q_range) is not None):
+            return False
+        if self.score is not None and self.score.parameters:
+            return False
+        changed = self.score is not None or (masked and self.mask.mask.fill is not None)
+        return not changed or self.inlined(kind, q) is not None
 
     def row_shift(self, q_range: Range) -> Tensor | None:
         """See ``MaskEvaluator.row_shift``; a sink is a key that every row sees."""
@@ -159,32 +184,31 @@ class TileRunner:
     ) -> None:
         """Merge one tile into the running softmax of chunk ``query``."""
         q, k, v = (x.to(self.call.dtype) for x in (q, k, v))
-        if self.is_plain(kind, q_range):
-            out, lse = self.plain_tile(kind, q_range, k_range, q, k, v)
-        else:
-            out, lse = forward_scored(
-                q,
-                k,
-                v,
-                self.logits(kind, q_range, k_range, self.scale(q)),
-                self.keep(q_range, k_range, q),
-                self.call.dropout_p,
+        state = self.running.pop(query, None)
+        if state is None and self.sinks is not None:
+            state = self.sink_state(q)
+        if self.is_plain(kind, q_range, q):
+            self.running[query] = self.plain_tile(
+                kind, q_range, k_range, q, k, v, state
             )
-        if query not in self.running and self.sinks is not None:
-            self.running[query] = self.sink_state(out, lse)
-        have = self.running.get(query)
-        if have is None:
-            work = accumulator_dtype(out.dtype)
-            self.running[query] = (out.to(work), lse.to(work))
-        else:
-            merge(*have, out, lse)
+            return
+        tile = forward_scored(
+            q,
+            k,
+            v,
+            self.logits(kind, q_range, k_range, self.scale(q)),
+            self.keep(q_range, k_range, q),
+            self.call.dropout_p,
+        )
+        self.running[query] = merge_into(*tile, *(state or (None, None)))
 
-    def sink_state(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def sink_state(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """The running softmax before any key: it has seen the sink, whose value is 0."""
-        work = accumulator_dtype(out.dtype)
-        logits = self.sink_logits().detach().to(lse.dtype)
-        start = logits.reshape(1, -1, 1).expand_as(lse)
-        return torch.zeros_like(out, dtype=work), start.to(work, copy=True)
+        work = accumulator_dtype(q.dtype)
+        logits = self.sink_logits().detach().to(work)
+        start = logits.reshape(1, -1, 1).expand(q.shape[:3])
+        out = q.new_zeros((*q.shape[:3], self.call.value_size), dtype=work)
+        return out, start.contiguous()
 
     def sink_logits(self) -> Tensor:
         assert self.sinks is not None
@@ -214,23 +238,17 @@ class TileRunner:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        state: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        outs, lses = [], []
+        """The running (out, lse) with one tile merged, in blocks of rows where it has a mask."""
+        parts = []
         for rows in self.row_blocks(kind, q, k):
-            bias, dead = self.bias(kind, rows, q_range, k_range, q)
-            out, lse = forward_tile(
-                q[:, :, rows],
-                k,
-                v,
-                scale=self.scale(q),
-                causal=kind is TileKind.CAUSAL,
-                bias=bias,
-                dead_rows=dead,
-            )
-            outs.append(out)
-            lses.append(lse)
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-        return out, lses[0] if len(lses) == 1 else torch.cat(lses, 2)
+            options = self.options(kind, rows, q_range, k_range, q)
+            have = (None, None) if state is None else [x[:, :, rows] for x in state]
+            parts.append(ATTEND(q[:, :, rows], k, v, *have, **options))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 2)
 
     def finish(self, query: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of a query chunk. A row without any key has out = 0 and, so that the backward
@@ -260,7 +278,7 @@ class TileRunner:
         dtype = self.call.dtype
         grad, q, k, v, out = (x.to(dtype) for x in (grad, q, k, v, out))
         self.sink_backward(query, grad, out, lse)
-        if not self.is_plain(kind, q_range):
+        if not self.is_plain(kind, q_range, q):
             parameters = {} if self.score is None else self.score.parameters
             dq, dk, dv, found = backward_scored(
                 grad,
@@ -275,40 +293,37 @@ class TileRunner:
                 list(parameters.values()),
             )
             sum_into(self.parameter_grads, list(parameters), found)
-            self.add("q", query, dq, slice(0, q.shape[2]), q)
-            self.add("k", key, dk, slice(0, k.shape[2]), k)
-            self.add("v", key, dv, slice(0, v.shape[2]), v)
+            for total, part in zip(
+                self.sums(query, key, q, k, v), (dq, dk, dv), strict=True
+            ):
+                total.add_(part)
             return
+        dq, dk, dv = self.sums(query, key, q, k, v)
         for rows in self.row_blocks(kind, q, k):
-            bias, _ = self.bias(kind, rows, q_range, k_range, q)
-            dq, dk, dv = backward_tile(
+            ATTEND_BACKWARD(
                 grad[:, :, rows],
                 q[:, :, rows],
                 k,
                 v,
                 out[:, :, rows],
                 lse[:, :, rows],
-                scale=self.scale(q),
-                causal=kind is TileKind.CAUSAL,
-                bias=bias,
+                None,
+                dq[:, :, rows],
+                dk,
+                dv,
+                **self.options(kind, rows, q_range, k_range, q),
             )
-            self.add("q", query, dq, rows, q)
-            self.add("k", key, dk, slice(0, k.shape[2]), k)
-            self.add("v", key, dv, slice(0, v.shape[2]), v)
 
-    def add(
-        self, which: str, chunk: int, part: Tensor, rows: slice, like: Tensor
-    ) -> None:
-        work = accumulator_dtype(like.dtype)
-        key = (sum_of(self.call.name, which), chunk)
-        if key in self.store:
-            self.store.update(key)[:, :, rows].add_(part)
-        elif rows == slice(0, like.shape[2]):
-            self.store.put(key, part.to(work))
-        else:
-            whole = torch.zeros(like.shape, dtype=work, device=like.device)
-            whole[:, :, rows] = part
-            self.store.put(key, whole)
+    def sums(self, query: int, key: int, *like: Tensor) -> list[Tensor]:
+        """The running gradients of a chunk of q, of k and of v, which a tile is added to."""
+        found = []
+        for which, chunk, value in zip("qkv", (query, key, key), like, strict=True):
+            name = (sum_of(self.call.name, which), chunk)
+            if name not in self.store:
+                work = accumulator_dtype(value.dtype)
+                self.store.put(name, torch.zeros_like(value, dtype=work))
+            found.append(self.store.update(name))
+        return found
 
     def has_grad(self, which: str, chunk: int) -> bool:
         """Whether any tile gave the chunk's q, k or v a gradient."""

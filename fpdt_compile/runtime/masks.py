@@ -67,6 +67,7 @@ class MaskEvaluator:
         symbols: Mapping[sympy.Symbol, int],
     ) -> None:
         self.mask = mask
+        self.leaves = mask.leaves
         self.num_queries = num_queries
         self.num_keys = num_keys
         self.shifts: dict[Range, Tensor | None] = {}
@@ -110,27 +111,19 @@ class MaskEvaluator:
         return spread(value, q_range[1] - q_range[0], k_range[1] - k_range[0])
 
     @torch.no_grad()
-    def bias(
-        self, q_range: Range, k_range: Range, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """The tile in additive form, and which rows ``[..., q]`` have only -inf in it.
-
-        False becomes -inf. Finite biases stay finite in a narrower ``dtype``. The second
-        result is None where every row has a finite bias.
-        """
+    def bias(self, q_range: Range, k_range: Range, dtype: torch.dtype) -> Tensor:
+        """The tile in additive form: False becomes -inf; finite biases stay finite in a narrower
+        ``dtype``."""
         value = self.tile(q_range, k_range)
         if self.mask.is_bool:
-            hidden = ~value.any(-1)
             zero = torch.zeros((), dtype=dtype, device=value.device)
-            bias = torch.where(value, zero, zero - torch.inf)
-        else:
-            hidden = (value == -torch.inf).all(-1)
-            bias = value.to(dtype)
-            limits = torch.finfo(dtype)
-            if limits.max < torch.finfo(value.dtype).max:
-                clamped = bias.clamp(limits.min, limits.max)
-                bias = torch.where(value.isinf(), bias, clamped)
-        return bias, hidden if bool(hidden.any()) else None
+            return torch.where(value, zero, zero - torch.inf)
+        bias = value.to(dtype)
+        limits = torch.finfo(dtype)
+        if limits.max < torch.finfo(value.dtype).max:
+            clamped = bias.clamp(limits.min, limits.max)
+            bias = torch.where(value.isinf(), bias, clamped)
+        return bias
 
     @torch.no_grad()
     def table(self, q_bounds: Sequence[Range], k_bounds: Sequence[Range]) -> TileTable:
