@@ -27,7 +27,7 @@ from .passes.manager import Analysis, analyze
 from .passes.trace_bodies import BodyInterpreter
 from .passes.verify import verify_regions
 from .runtime.autograd import StepRunner
-from .runtime.outputs import UnmaterializedOutput
+from .runtime.outputs import unmaterialized
 from .runtime.program import OutputSpec
 from .runtime.ranks import Ranks
 from .runtime.step import Step
@@ -169,7 +169,9 @@ def dropped_output(spec: OutputSpec, step: Step) -> Tensor:
     device = next(x.device for x in step.inputs.values() if isinstance(x, Tensor))
     sizes = step.outside_symbols
     shape = [int(torch.sym_int(size.subs(sizes))) for size in spec.shape]
-    return UnmaterializedOutput(shape, spec.dtype, device)
+    return unmaterialized(
+        shape, spec.dtype, device, step.program.needs_grad.get(spec.name, False)
+    )
 
 
 def warn(rejections: Sequence[Rejection], *, chunked: bool) -> None:

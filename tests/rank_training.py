@@ -53,6 +53,36 @@ def data_parallel(size: int) -> dict[str, float]:
     }
 
 
+def data_parallel_as_frameworks_do(**options: Any) -> dict[str, Any]:
+    """DDP that looks for unused parameters or fixes its graph wraps every output; three steps."""
+    model, reference = pair("llama", torch.float64)
+    for m in (model, reference):
+        m.unused = nn.Linear(2, 2).double()
+        m.unused.requires_grad_("find_unused_parameters" in options)
+    fpdt_compile.optimize(model, **OPTIONS)
+    wrapped = DistributedDataParallel(model, **options)
+    found: dict[str, Any] = {"grad": 0.0}
+    for step in range(3):
+        batches = [batch(2, 23, seed=2 * step + i) for i in range(2)]
+        model.zero_grad()
+        reference.zero_grad()
+        output = wrapped(**batches[dist.get_rank()])
+        output.loss.backward()
+        sum(reference(**x).loss for x in batches).div(2).backward()
+        trained = [n for n, p in reference.named_parameters() if p.grad is not None]
+        ours = dict(model.named_parameters())
+        grads = [(ours[n].grad, reference.get_parameter(n).grad) for n in trained]
+        found["grad"] = max(found["grad"], largest(grads))
+    found.update(
+        logits=(tuple(output.logits.shape), output.logits.requires_grad),
+        captures=fpdt_compile.compile_stats(model).captures,
+        unused=any(
+            p.grad is not None and bool(p.grad.any()) for p in model.unused.parameters()
+        ),
+    )
+    return found
+
+
 def int_groups(first: int, second: int) -> dict[str, Any]:
     """Two optimized models in one process with groups of their own."""
     found = {}

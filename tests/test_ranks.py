@@ -162,6 +162,20 @@ def test_data_parallel_and_clipping(four):
         assert max(x.values()) < EXACT
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+    ],
+)
+def test_data_parallel_as_frameworks_do(two, options):
+    for x in two.run(rank_training.data_parallel_as_frameworks_do, **options):
+        assert x["grad"] < CASTS
+        assert x["logits"] == ((2, 23, 97), True)
+        assert x["captures"] == 1 and not x["unused"]
+
+
 def test_two_models_with_groups_of_their_own(four):
     for x in four.run(rank_training.int_groups, 2, 4):
         assert x["group 2"] == 2 and x["group 4"] == 4

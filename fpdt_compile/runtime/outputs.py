@@ -1,4 +1,10 @@
-"""A stand-in for an output that was not materialized."""
+"""A stand-in for an output that was not materialized.
+
+What wraps a model copies, moves, converts, detaches, slices and passes on its outputs without
+reading them (DDP clones every one, Accelerate and FSDP2 convert them): all of that gives another
+stand-in, of the shape, type and device that the real tensor would have. What would read a number
+raises.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +13,127 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .._torch_private import plain_tensor_access
 from ..errors import OutputNotMaterialized
 
+aten = torch.ops.aten
+
+COPIES = (
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+)
+# They read no more of their argument than shape, type and device.
+FILLED_LIKE = (
+    aten.empty_like,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.rand_like,
+    aten.randn_like,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+)
+# What reads memory without asking the dispatcher.
+READS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage")
+
 
 class UnmaterializedOutput(Tensor):
-    """Has the shape and dtype of the output it stands for, and no data: any use raises.
+    """Has the shape, dtype, device and ``requires_grad`` of the output it stands for, and no data.
 
     Training needs the loss; logits of [B, S, V] would take more memory than everything else.
     """
 
+    shadow: Tensor  # the same on the meta device, for the shapes and strides of views
+
     @staticmethod
     def __new__(
-        cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls: type,
+        shadow: Tensor,
+        device: torch.device,
+        requires_grad: bool = False,
     ) -> UnmaterializedOutput:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device, requires_grad=False
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shadow.shape,
+            strides=shadow.stride(),
+            storage_offset=shadow.storage_offset(),
+            dtype=shadow.dtype,
+            device=device,
+            requires_grad=requires_grad,
         )
+        made.shadow = shadow
+        return made
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "size", "dim", "numel", "stride", "is_floating_point"):
-            with plain_tensor_access():
-                return func(*args, **(kwargs or {}))
-        raise not_materialized(name)
+        if name in READS:
+            raise not_materialized(name)
+        with plain_tensor_access():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise not_materialized(str(func))
+        kwargs = dict(kwargs or {})
+        source = next(x for x in pytree.tree_leaves(args) if isinstance(x, cls))
+        if func is aten.record_stream.default:
+            return None
+        if func.overloadpacket in FILLED_LIKE:
+            kwargs["device"] = kwargs.get("device") or source.device
+            return func(*shadows(args), **kwargs)
+        if not (func in COPIES or is_view(func)):
+            raise not_materialized(str(func))
+        device = torch.device(kwargs.get("device") or source.device)
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        kwargs.pop("pin_memory", None)
+        results = func(*shadows(args), **kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: cls(x, device), results)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle has what this has: the description, no numbers."""
+        facts = (tuple(self.shape), self.dtype, self.device, self.requires_grad)
+        return unmaterialized, facts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnmaterializedOutput:
+        return type(self)(self.shadow, self.device, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"UnmaterializedOutput(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def unmaterialized(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool = False,
+) -> UnmaterializedOutput:
+    """A stand-in for a contiguous tensor, computed from something if it ``requires_grad``."""
+    shadow = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    made = UnmaterializedOutput(shadow, device, requires_grad)
+    return made.view_as(made) if requires_grad else made
+
+
+def shadows(args: Any) -> Any:
+    return pytree.tree_map_only(UnmaterializedOutput, lambda x: x.shadow, args)
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operator's results share memory with its argument, which it does not change."""
+    schema = func._schema
+    shares = any(result.alias_info is not None for result in schema.returns)
+    return shares and not schema.is_mutable
 
 
 def not_materialized(name: str) -> OutputNotMaterialized:
