@@ -77,6 +77,31 @@ def pair(module: nn.Module, **options: object) -> tuple[nn.Module, nn.Module]:
     return fpdt_compile.optimize(model, **{**OPTIONS, **options}), reference
 
 
+class CausalAcross(nn.Module):
+    """Query t of one sequence sees keys 0 to t of the other, by the operator's own flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross, self.head = Attend(), nn.Linear(WIDTH, 11)
+
+    def forward(self, x: Tensor, y: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        x = self.cross(x, y, is_causal=True)
+        logits = self.head(x).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=-1)
+
+
+def test_causal_between_two_sequences():
+    """A last chunk of one token is joined to the one before, so the two sequences' chunks end at
+    different tokens; 24 and 16 are cut alike."""
+    model, reference = pair(CausalAcross(), strict=True)
+    for queries, keys in ((17, 24), (24, 17), (24, 16), (9, 30), (30, 9), (16, 16)):
+        inputs = two_sequences(queries, keys)
+        compare_training(model, reference, inputs, loss_of=loss_itself).check(1e-9)
+    (found,) = backend_of(model).analyses
+    assert len(found.attentions) == 1 and not found.mixers
+    assert fpdt_compile.compile_stats(model).captures == 1
+
+
 def two_sequences(queries: int, keys: int, batch: int = 2) -> dict[str, Tensor]:
     torch.manual_seed(1)
     seen = torch.ones(batch, keys, dtype=torch.bool)
