@@ -281,14 +281,6 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
     )
 
 
-def current_autocast() -> dict[str, tuple[bool, torch.dtype]]:
-    """Autocast state by device type: (enabled, dtype)."""
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    return {
-        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
-    }
-
-
 @contextlib.contextmanager
 def run_without_tracing() -> Iterator[None]:
     """Leave the fake mode and tracing context Dynamo calls backends in."""

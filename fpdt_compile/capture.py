@@ -12,7 +12,6 @@ and ``needs_grad``. Higher-order ops are unfolded by ``retrace``.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import sympy
 import torch
@@ -22,21 +21,19 @@ from ._torch_private import (
     FakeTensor,
     SymMax,
     SymMin,
-    current_autocast,
     graph_break_of,
     make_fx,
     preserve_node_meta,
     specializations,
     statically_known_true,
 )
+from .autocast import AutocastState, current_autocast
 from .errors import CantChunk, InvariantError, Rejection
 from .graph import CapturedGraph, is_tensor, size_expr, value_of
 from .passes.find_token_axes import find_token_symbols
 from .passes.functionalize import is_mutation
-from .retrace import Retracer
+from .retrace import CUSTOM_KEY, Retracer
 from .runtime.custom_function import CustomFunction
-
-CUSTOM_KEY = "fpdt_compile"
 
 
 def capture(module: GraphModule) -> CapturedGraph:
@@ -49,7 +46,7 @@ def capture(module: GraphModule) -> CapturedGraph:
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     if mode is None:
         return not_captured(module, requires_grad, NO_TENSOR)
-    label_modes(module)
+    label_modes(module, current_autocast())
     unify_sizes([f for f in fakes if isinstance(f, torch.Tensor)])
     detached = [f.detach() if isinstance(f, torch.Tensor) else f for f in fakes]
     try:
@@ -164,30 +161,29 @@ def settled(
     return size
 
 
-def label_modes(module: GraphModule) -> None:
-    """Write the autocast state and grad mode in force at each node into its meta.
+def label_modes(
+    module: GraphModule, autocast: AutocastState, grad_enabled: bool = True
+) -> None:
+    """Write the autocast state and grad mode in force at each node into its meta, starting from
+    those of the call.
 
     Dynamo turns ``with torch.autocast(...)`` and ``with torch.no_grad()`` inside the model into
-    enter/exit calls; the caller's own autocast is the state in force right now.
+    enter/exit calls.
     """
-    stack: list[dict[str, Any]] = [current_autocast()]
-    grad_enabled = True
+    stack = [autocast]
     entered: dict[Node, int] = {}
     for node in module.graph.nodes:
-        if node.op == "get_attr":
-            child = getattr(module, node.target, None)
+        for x in node.all_input_nodes:
+            child = getattr(module, x.target, None) if x.op == "get_attr" else None
             if isinstance(child, GraphModule):
-                label_modes(child)
+                label_modes(child, stack[-1], grad_enabled)
         name = getattr(node.target, "__name__", "")
         if name == "_enter_autocast":
             device, dtype, enabled = node.args[0], node.args[1], node.args[2]
-            state = dict(stack[-1])
-            state[device] = (
-                bool(enabled),
-                dtype or state.get(device, (False, None))[1],
-            )
+            if dtype is None:
+                dtype = stack[-1].get(device, (False, None))[1]
             entered[node] = len(stack)
-            stack.append(state)
+            stack.append({**stack[-1], device: (bool(enabled), dtype)})
         elif name == "_exit_autocast":
             del stack[entered[node.args[0]] :]
         elif name == "_set_grad_enabled":

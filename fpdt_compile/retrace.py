@@ -8,6 +8,8 @@ captured graph.
    forward and backward traced into graphs of their own. Inside another Function only the forward of
    a Function matters: gradients do not pass through it.
 3. ``flex_attention`` becomes attention with explicit scores, see ``flex_attention``.
+4. Each node runs under the autocast state of its notes, so that values have the dtypes they have in
+   the model; the casts themselves do not show, nor do the calls that enter and leave a state.
 
 Limits: a Function that writes into its inputs (``mark_dirty``), and code under ``torch.vmap``, are
 refused.
@@ -29,11 +31,15 @@ from ._torch_private import (
     trace_part,
     untraced,
 )
+from .autocast import autocast_as
 from .errors import CantChunk, Rejection
 from .flex_attention import dead_code, run_flex_attention
 from .graph import source_of
 from .passes.functionalize import is_mutation, write_out_of_place
 from .runtime.custom_function import CustomFunction
+
+CUSTOM_KEY = "fpdt_compile"  # of what capture notes about a node
+AUTOCAST_CALLS = ("_enter_autocast", "_exit_autocast")
 
 
 class Retracer(Interpreter):
@@ -46,7 +52,8 @@ class Retracer(Interpreter):
         self.dead = dead_code(module)
 
     def run_node(self, node: Node) -> Any:
-        """A module's float attribute (an epsilon) that dynamic=True made symbolic is a number."""
+        """One node's value, see the module docstring; a module's float attribute (an epsilon) that
+        dynamic=True made symbolic is a number."""
         if node in self.dead:
             return None
         self.node = node
@@ -54,7 +61,11 @@ class Retracer(Interpreter):
         if node.op == "call_method" and node.target == "item":
             if isinstance(value, torch.SymFloat):
                 return float(value)
-        return super().run_node(node)
+        if getattr(node.target, "__name__", "") in AUTOCAST_CALLS:
+            return None  # each node has the state in its notes
+        notes = node.meta.get("custom", {}).get(CUSTOM_KEY, {})
+        with autocast_as(notes.get("autocast")):
+            return super().run_node(node)
 
     def call_function(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

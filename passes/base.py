@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from ..autocast import autocast_as, without_autocast
 from ..errors import CantChunk, Rejection
 from ..graph import CapturedGraph, source_of
 
@@ -83,25 +84,42 @@ def refuse(node: Node, reason: str, change: str) -> CantChunk:
 
 
 def insert_call(
-    graph: Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Node
+    graph: Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    like: Node,
+    *,
+    as_typed: bool = False,
 ) -> Node:
-    """A new call at the insertion point with its fake value and ``like``'s provenance."""
+    """A new call at the insertion point with its fake value and ``like``'s provenance.
+
+    It runs under ``like``'s autocast state or, ``as_typed``, in the types of its operands.
+    """
     node = graph.call_function(target, args, kwargs)
     node.meta = {
         key: like.meta[key]
         for key in ("stack_trace", "autocast", "nn_module_stack")
         if key in like.meta
     }
+    if as_typed:
+        node.meta["autocast"] = without_autocast(node.meta.get("autocast"))
     set_value(node, like)
     return node
 
 
 def insert_from(
-    graph: Graph, target: Any, args: tuple[Any, ...], like: Node, **kwargs: Any
+    graph: Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    like: Node,
+    *,
+    as_typed: bool = False,
+    **kwargs: Any,
 ) -> Node:
     """:func:`insert_call` for a rewrite that keeps gradients: the new node needs a gradient iff an
     input does."""
-    node = insert_call(graph, target, args, kwargs, like)
+    node = insert_call(graph, target, args, kwargs, like, as_typed=as_typed)
     node.meta["needs_grad"] = node.meta["val"].is_floating_point() and any(
         x.meta.get("needs_grad", False) for x in node.all_input_nodes
     )
@@ -121,7 +139,7 @@ def set_value(node: Node, like: Node) -> None:
         ),
         None,
     )
-    with torch.no_grad():
+    with torch.no_grad(), autocast_as(node.meta.get("autocast")):
         if mode is None:
             node.meta["val"] = node.target(*args, **kwargs)
         else:

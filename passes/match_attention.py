@@ -79,6 +79,13 @@ def match_attention(
             f"drops attention weights (p = {dropout_p})",
             "set the attention dropout to 0 or call model.eval()",
         )
+    if is_causal and len({analysis.axes[x][0].symbol for x in (q, k)}) > 1:
+        # raise_attention gives it a mask, unless a length was no symbol by then.
+        raise refuse(
+            node,
+            "is causal between two sequences of unrelated lengths",
+            "give a mask (key position <= query position) instead of is_causal",
+        )
     if isinstance(mask, Node):
         if is_causal:
             raise refuse(node, "has a mask and is_causal", "give one of them")

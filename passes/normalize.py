@@ -45,7 +45,7 @@ from .token_rules import arg, op_name
 from .unflatten_leads import unflatten, unflattens
 
 aten = torch.ops.aten
-MODE_CALLS = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+MODE_CALLS = ("_set_grad_enabled",)
 LOSS_IGNORE_INDEX = -100
 
 

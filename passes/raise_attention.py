@@ -2,7 +2,9 @@
 
 In: attention spelled out (see ``spelled_attention``), or ``scaled_dot_product_attention`` in a form
 the tiles do not take as it is: dropout, a mask with a gradient, tensors that are not
-``[B, H, S, D]``. Out, in the same graph:
+``[B, H, S, D]``, operands that autocast casts (written out as casts, so that what is stored and
+exchanged has the type that attention reads), ``is_causal`` between two sequences (written out as a
+mask). Out, in the same graph:
 
     scores = attention_scores(q, k)                      [B, H, q, k]
     logits = the model's own arithmetic on the scores
@@ -54,7 +56,7 @@ class RaiseAttention(GraphPass):
             if node.op != "call_function":
                 continue
             if op_name(node) == "scaled_dot_product_attention":
-                if needs_scores(node) or has_other_rank(node):
+                if not is_tile_form(node):
                     yield node
             elif is_score_product(node):
                 try:
@@ -95,6 +97,36 @@ def is_sequence(node: Node) -> bool:
     return value_of(node).dim() >= 2 and size_expr(value_of(node).shape[-2]).is_Symbol
 
 
+def is_tile_form(node: Node) -> bool:
+    """Whether tiles take this SDPA call as it is."""
+    return not (
+        needs_scores(node)
+        or has_other_rank(node)
+        or casts_operands(node)
+        or is_causal_across(node)
+    )
+
+
+def casts_operands(node: Node) -> bool:
+    """Autocast casts the query, key or value."""
+    operands = node.args[:3]
+    return is_sequence(operands[0]) and any(
+        value_of(x).dtype != value_of(node).dtype for x in operands
+    )
+
+
+def is_causal_across(node: Node) -> bool:
+    """``is_causal`` between two sequences: their chunks do not end at the same tokens, so which
+    pairs a tile shows is for a mask to say."""
+    q, k = node.args[:2]
+    return (
+        bool(arg(node, 5, "is_causal", False))
+        and is_sequence(q)
+        and is_sequence(k)
+        and size_expr(value_of(q).shape[-2]) != size_expr(value_of(k).shape[-2])
+    )
+
+
 def needs_scores(node: Node) -> bool:
     """SDPA with dropout, or whose mask has a gradient."""
     if not all(is_sequence(x) for x in node.args[:2]):
@@ -132,6 +164,14 @@ class _Writer:
 
     def call(self, target: object, *args: object, **kwargs: object) -> Node:
         return insert_from(self.graph, target, args, self.like, **kwargs)
+
+    def call_as_typed(self, target: object, *args: object) -> Node:
+        return insert_from(self.graph, target, args, self.like, as_typed=True)
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        if value_of(x).dtype == dtype:
+            return x
+        return self.call(aten.to.dtype, x, dtype)
 
     def reshape(self, x: Node, shape: Sequence[sympy.Expr]) -> Node:
         """``x`` in ``shape``; a view of a view is a view of the source."""
@@ -217,7 +257,9 @@ class _Writer:
         if dropout_p > 0.0:
             device = value_of(q).device
             seed = self.call(aten.randint.low, 0, MAX_SEED, [], device=device)
-        return self.call(attention_from_scores, q, k, v, logits, sinks, seed, dropout_p)
+        return self.call_as_typed(
+            attention_from_scores, q, k, v, logits, sinks, seed, dropout_p
+        )
 
 
 class _FromSpelled(_Writer):
@@ -236,8 +278,12 @@ class _FromSpelled(_Writer):
         q = self.to_lead(left, lead, self.lead, heads=True)
         k = self.to_lead(self.transposed(right), lead, self.lead, heads=True)
         v = self.to_lead(match.values, lead_of(match.output), self.lead, heads=True)
-        q = self.with_heads(q)
-        scores = self.call(attention_scores, q, k)
+        # Under autocast either product may cast; where they differ, the wider type serves both.
+        dtype = torch.promote_types(
+            value_of(product).dtype, value_of(match.output).dtype
+        )
+        q, k, v = (self.cast(x, dtype) for x in (self.with_heads(q), k, v))
+        scores = self.call_as_typed(attention_scores, q, k)
         if is_sum:
             scores = self.added(product, scores)
         made = {product: scores}
@@ -246,8 +292,7 @@ class _FromSpelled(_Writer):
         logits = made[self.behind(match.logits)]
         result = self.finish(q, k, v, logits, self.sinks(), match.dropout_p)
         wanted = value_of(match.output)
-        if value_of(result).dtype != wanted.dtype:
-            result = self.call(aten.to.dtype, result, wanted.dtype)
+        result = self.cast(result, wanted.dtype)
         return self.reshape(result, [size_expr(s) for s in wanted.shape])
 
     def with_heads(self, q: Node) -> Node:
@@ -315,7 +360,10 @@ class _FromSdpa(_Writer):
         lead = lead_of(q)
         wanted = two_dims([lead])
         q, k, v = (
-            self.flat_lead(x, wanted if x is q else two_dims([lead_of(x)]))
+            self.cast(
+                self.flat_lead(x, wanted if x is q else two_dims([lead_of(x)])),
+                value_of(node).dtype,
+            )
             for x in (q, k, v)
         )
         mask = arg(node, 3, "attn_mask")
@@ -324,6 +372,8 @@ class _FromSdpa(_Writer):
         causal, scale = bool(arg(node, 5, "is_causal", False)), arg(node, 6, "scale")
         dropout_p = float(arg(node, 4, "dropout_p", 0.0))
         if not needs_scores(node):
+            if is_causal_across(node):
+                mask, causal = self.causal_mask(q, k), False
             result = self.call(
                 node.target,
                 *(q, k, v, mask, dropout_p, causal),
@@ -331,12 +381,13 @@ class _FromSdpa(_Writer):
                 enable_gqa=bool(arg(node, 7, "enable_gqa", False)),
             )
         else:
-            scores = self.call(attention_scores, q, k)
+            scores = self.call_as_typed(attention_scores, q, k)
             if scale is None:
                 scale = int(value_of(q).shape[-1]) ** -0.5
             target = aten.mul.Tensor if isinstance(scale, Node) else aten.mul.Scalar
             scores = self.call(target, scores, scale)
-            logits = self.masked(scores, mask, causal)
+            mask = self.causal_mask(q, k) if causal else mask
+            logits = self.masked(scores, mask)
             result = self.finish(q, k, v, logits, None, dropout_p)
         return self.reshape(result, [size_expr(s) for s in value_of(node).shape])
 
@@ -347,18 +398,20 @@ class _FromSdpa(_Writer):
             wanted = (sympy.Mul(*shape[:-3]), shape[-3])
         return self.reshape(x, [*wanted, *tail])
 
-    def masked(self, scores: Node, mask: object, causal: bool) -> Node:
-        if causal:
-            rows, columns = (
-                self.call(
-                    aten.arange.default,
-                    size_of_expr(self.graph, size_expr(size), self.like),
-                    device=value_of(scores).device,
-                )
-                for size in value_of(scores).shape[-2:]
+    def causal_mask(self, q: Node, k: Node) -> Node:
+        """[q, k], True where the key is none of the later ones; both count from their own start."""
+        rows, columns = (
+            self.call(
+                aten.arange.default,
+                size_of_expr(self.graph, size_expr(value_of(x).shape[-2]), self.like),
+                device=value_of(x).device,
             )
-            rows = self.call(aten.unsqueeze.default, rows, 1)
-            mask = self.call(aten.le.Tensor, columns, rows)
+            for x in (q, k)
+        )
+        rows = self.call(aten.unsqueeze.default, rows, 1)
+        return self.call(aten.le.Tensor, columns, rows)
+
+    def masked(self, scores: Node, mask: object) -> Node:
         if not isinstance(mask, Node):
             return scores
         if value_of(mask).dtype is torch.bool:

@@ -34,6 +34,8 @@ from .._torch_private import (
     outside_tracing,
     symbol_hint,
 )
+from ..autocast import autocast_as
+from ..errors import InvariantError
 from ..graph import size_expr, value_of
 from ..runtime.program import GradForm, GradSlot, Operand, OperandKind
 from .extract_regions import Region
@@ -53,12 +55,7 @@ class BodyInterpreter(Interpreter):
 
     def run_node(self, node: Node) -> Any:
         with contextlib.ExitStack() as stack:
-            for device, (enabled, dtype) in (node.meta.get("autocast") or {}).items():
-                stack.enter_context(
-                    torch.autocast(
-                        device, dtype=dtype, enabled=enabled, cache_enabled=False
-                    )
-                )
+            stack.enter_context(autocast_as(node.meta.get("autocast")))
             if node.meta.get("grad_off", False):
                 stack.enter_context(torch.no_grad())
             return super().run_node(node)
@@ -254,6 +251,7 @@ def trace(
         with mode:
             module = make_fx(fn)(*inputs)
     module.graph.eliminate_dead_code()
+    check_types(module, region, num_outputs)
     slots = split_gradients(module, region, num_outputs)
     module.recompile()
     return TracedBody(
@@ -263,6 +261,16 @@ def trace(
         num_outputs=num_outputs,
         grad_slots=slots,
     )
+
+
+def check_types(module: GraphModule, region: Region, num_outputs: int) -> None:
+    """A body's outputs have the types that were captured: a gradient has the type of its value, and
+    what reads the value was traced for that type."""
+    (output,) = module.graph.find_nodes(op="output")
+    for node, source in zip(output.args[0][:num_outputs], region.outputs):
+        made, wanted = value_of(node).dtype, value_of(source).dtype
+        if made != wanted:
+            raise InvariantError(f"{source.name} is {wanted}, its body makes {made}")
 
 
 def grad_like(output: torch.Tensor) -> torch.Tensor:

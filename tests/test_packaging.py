@@ -47,7 +47,7 @@ REPOSITORY = [
 # Lower layers first; a module may import from its own layer and from those before it.
 LAYERS = (
     ("_torch_sizes",),
-    ("_torch_private", "errors", "config", "graph", "plan"),
+    ("_torch_private", "errors", "autocast", "config", "graph", "plan"),
     ("debug", "cost"),
     ("kernels", "runtime"),
     ("kernels (Triton)",),
