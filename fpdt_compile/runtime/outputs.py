@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from .._torch_private import plain_tensor_access
@@ -113,6 +114,20 @@ class UnmaterializedOutput(Tensor):
         return f"UnmaterializedOutput(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+class Computed(torch.autograd.Function):
+    """Makes a stand-in that is no leaf, as an output of a model is none."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, token: Tensor, shadow: Tensor, device: torch.device
+    ) -> UnmaterializedOutput:
+        return UnmaterializedOutput(shadow, device)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
 def unmaterialized(
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -121,8 +136,10 @@ def unmaterialized(
 ) -> UnmaterializedOutput:
     """A stand-in for a contiguous tensor, computed from something if it ``requires_grad``."""
     shadow = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    made = UnmaterializedOutput(shadow, device, requires_grad)
-    return made.view_as(made) if requires_grad else made
+    if not requires_grad:
+        return UnmaterializedOutput(shadow, device)
+    with torch.enable_grad():
+        return Computed.apply(torch.empty(0, requires_grad=True), shadow, device)
 
 
 def shadows(args: Any) -> Any:
