@@ -51,26 +51,23 @@ class UnmaterializedOutput(Tensor):
     Training needs the loss; logits of [B, S, V] would take more memory than everything else.
     """
 
-    shadow: Tensor  # the same on the meta device, for the shapes and strides of views
-
     @staticmethod
     def __new__(
         cls: type,
-        shadow: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
         device: torch.device,
-        requires_grad: bool = False,
+        strides: Sequence[int] | None = None,
     ) -> UnmaterializedOutput:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shadow.shape,
-            strides=shadow.stride(),
-            storage_offset=shadow.storage_offset(),
-            dtype=shadow.dtype,
-            device=device,
-            requires_grad=requires_grad,
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides=strides, dtype=dtype, device=device
         )
-        made.shadow = shadow
-        return made
+
+    def shadow(self) -> Tensor:
+        """The same on the meta device, for the shapes and strides of what is made from it."""
+        with plain_tensor_access():
+            shape, strides = self.shape, self.stride()
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
 
     @classmethod
     def __torch_function__(
@@ -100,7 +97,9 @@ class UnmaterializedOutput(Tensor):
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)
         results = func(*shadows(args), **kwargs)
-        return pytree.tree_map_only(Tensor, lambda x: cls(x, device), results)
+        return pytree.tree_map_only(
+            Tensor, lambda x: cls(x.shape, x.dtype, device, x.stride()), results
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle has what this has: the description, no numbers."""
@@ -108,7 +107,8 @@ class UnmaterializedOutput(Tensor):
         return unmaterialized, facts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnmaterializedOutput:
-        return type(self)(self.shadow, self.device, self.requires_grad)
+        make, facts = self.__reduce_ex__(None)
+        return make(*facts)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"UnmaterializedOutput(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -118,14 +118,12 @@ class Computed(torch.autograd.Function):
     """Makes a stand-in that is no leaf, as an output of a model is none."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, token: Tensor, shadow: Tensor, device: torch.device
-    ) -> UnmaterializedOutput:
-        return UnmaterializedOutput(shadow, device)
+    def forward(ctx: FunctionCtx, token: Tensor, *facts: Any) -> UnmaterializedOutput:
+        return UnmaterializedOutput(*facts)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, None, None]:
-        return None, None, None
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[None, ...]:
+        return (None,) * 4
 
 
 def unmaterialized(
@@ -135,15 +133,15 @@ def unmaterialized(
     requires_grad: bool = False,
 ) -> UnmaterializedOutput:
     """A stand-in for a contiguous tensor, computed from something if it ``requires_grad``."""
-    shadow = torch.empty(tuple(shape), dtype=dtype, device="meta")
     if not requires_grad:
-        return UnmaterializedOutput(shadow, device)
+        return UnmaterializedOutput(shape, dtype, device)
     with torch.enable_grad():
-        return Computed.apply(torch.empty(0, requires_grad=True), shadow, device)
+        token = torch.empty(0, requires_grad=True)
+        return Computed.apply(token, shape, dtype, device)
 
 
 def shadows(args: Any) -> Any:
-    return pytree.tree_map_only(UnmaterializedOutput, lambda x: x.shadow, args)
+    return pytree.tree_map_only(UnmaterializedOutput, lambda x: x.shadow(), args)
 
 
 def is_view(func: Any) -> bool:
